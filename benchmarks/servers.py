@@ -140,18 +140,22 @@ def bare_proxy(upstream_url: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: list[str], port: int, threads: int | None = None, environment: dict[str, str] | None = None
+    name: str,
+    command: list[str],
+    port: int,
+    threads: int | None = None,
+    environment: dict[str, str] | None = None,
+    checkout: Path = REPOSITORY,
 ) -> Iterator[Server]:
-    """`threads` limits the server's compute threads; None: all cores. `environment` is added to this process's."""
+    """`threads` limits the server's compute threads; None: all cores. `environment` is added to this process's. The
+    command runs in a `checkout` of the repository, whose modules it finds first."""
     environment = {**os.environ, **(environment or {}), **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         # If the benchmark is terminated, so are its servers.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=output, stderr=subprocess.STDOUT)
         server = Server(name, f"http://127.0.0.1:{port}", process, log)
         try:
             _wait_until_ready(server)

@@ -1,10 +1,11 @@
 """What parkd costs in front of an OpenAI-style server, beside a proxy that only forwards bytes.
 
-    python -m benchmarks.upstream [--clients 200] [--tokens 30000] [--rounds 2]
+    python -m benchmarks.upstream [--clients 200] [--tokens 30000] [--rounds 2] [--before CHECKOUT]
 
 A server without a model answers at once, in one piece or in 64. Each client has a long conversation of its own and
 sends its next turn: all at the same time. *Processor ms* are those of the proxy's process per request; *first word* is
-the client's wait. parkd compares prompts by characters, or, with the demo model's tokenizer, by tokens.
+the client's wait. parkd compares prompts by characters, or, with the demo model's tokenizer, by tokens. All proxies are
+up at the same time, and take turns round by round; with `--before`, so is parkd as it is in another checkout.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import psutil
 from parkd_engine.loading.gguf_tokenizer import save_tokenizer
 
 from benchmarks import texts
-from benchmarks.common import Goal, Result, Table, finish, machine, percentile, progress
+from benchmarks.common import REPOSITORY, Goal, Result, Table, finish, machine, percentile, progress
 from benchmarks.proxy_time import body_of, conversation
 from benchmarks.servers import Server, bare_proxy, demo_model, free_port, running
 from parkd.model_files.gguf_metadata import read_metadata
@@ -145,12 +147,13 @@ def loaded(server: Server, bodies: Sequence[bytes]) -> Load:
     return Load(len(bodies), (processor_s() - before_s) * 1000, first, wall_s)
 
 
-def parkd_before(url: str, clients: int, *words: str) -> AbstractContextManager[Server]:
+def parkd_before(url: str, clients: int, *words: str, checkout: Path = REPOSITORY) -> AbstractContextManager[Server]:
     port = free_port()
     command = [sys.executable, "-m", "parkd", "--port", str(port), "--upstream", url, "--ledger", "off"]
     more = ["--upstream-turns", str(clients), "--max-queue", str(4 * clients), "--max-queue-mib", "2000"]
     more += ["--prompt-memory-mib", str(PROMPT_MEMORY_MIB), "--answer-memory-mib", "256"]
-    return running("parkd", [*command, *more, *words], port)
+    environment = {"PYTHONPATH": f"{checkout}:{checkout / 'engine'}"}
+    return running("parkd", [*command, *more, *words], port, environment=environment, checkout=checkout)
 
 
 @contextmanager
@@ -168,12 +171,30 @@ def turns_of(conversations: Sequence[list[dict[str, str]]], pieces: int, turns: 
         grown = [texts.next_turn(messages, " word" * pieces, f"And what then, {turn}?") for messages in grown]
 
 
+def measured(
+    ways: Mapping[str, Callable[[], AbstractContextManager[Server]]],
+    conversations: Sequence[list[dict[str, str]]],
+    pieces: int,
+    rounds: int,
+) -> dict[str, list[Load]]:
+    """Each way's rounds, which take turns. The first is left out: no prompt was seen before it."""
+    with ExitStack() as stack:
+        servers = {way: stack.enter_context(opened()) for way, opened in ways.items()}
+        loads: dict[str, list[Load]] = {way: [] for way in ways}
+        for number, bodies in enumerate(turns_of(conversations, pieces, rounds + 1)):
+            for way, server in servers.items():
+                progress(f"{way}, {pieces} pieces, round {number} ...")
+                loads[way].append(loaded(server, bodies))
+    return {way: each[1:] for way, each in loads.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="parkd in front of an OpenAI-style server")
     parser.add_argument("--serve", type=int, help="be the server without a model, at this port")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=30_000)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--before", type=Path, help="another checkout, whose parkd is measured too")
     options = parser.parse_args()
     if options.serve is not None:
         asyncio.run(serve(options.serve))
@@ -187,16 +208,16 @@ def main() -> None:
     with upstream() as fake, tempfile.TemporaryDirectory() as folder:
         save_tokenizer(read_metadata(demo_model()), Path(folder))
         ways: dict[str, Callable[[], AbstractContextManager[Server]]] = {
-            "bare proxy": lambda: bare_proxy(fake.base_url),
-            "parkd, characters": lambda: parkd_before(fake.base_url, options.clients),
-            "parkd, tokens": lambda: parkd_before(fake.base_url, options.clients, "--tokenizer", folder),
+            "bare proxy": lambda: bare_proxy(fake.base_url)
         }
-        for way, open_proxy in ways.items():
-            for pieces in PIECES:
-                progress(f"{way}, {pieces} pieces ...")
-                with open_proxy() as server:
-                    turns = turns_of(conversations, pieces, options.rounds + 1)
-                    loads = [loaded(server, bodies) for bodies in turns][1:]  # first, no prompt was seen before
+        trees = {"": REPOSITORY} if options.before is None else {" before": options.before.resolve(), "": REPOSITORY}
+        for name, tree in trees.items():
+            for unit, words in (("characters", ()), ("tokens", ("--tokenizer", folder))):
+                ways[f"parkd{name}, {unit}"] = partial(
+                    parkd_before, fake.base_url, options.clients, *words, checkout=tree
+                )
+        for pieces in PIECES:
+            for way, loads in measured(ways, conversations, pieces, options.rounds).items():
                 per = [load.processor_ms / load.requests for load in loads]
                 first = [each for load in loads for each in load.first_word_ms]
                 median = statistics.median(per)
@@ -211,7 +232,7 @@ def main() -> None:
                     )
                 )
                 result.raw[f"{way}, {pieces}"] = {"processor_ms": per, "first_word_ms": first}
-                if way != "bare proxy" and pieces == 1:
+                if way in ("parkd, characters", "parkd, tokens") and pieces == 1:
                     claim = f"{way}: processor time of a request, {options.tokens:,} tokens, {options.clients} at once"
                     result.goals.append(Goal(claim, f"<= {GOAL_MS:.0f} ms", f"{median:.2f} ms", median <= GOAL_MS))
     columns = ("proxy", "pieces", "processor ms", "first word ms", "99th", "requests a second")

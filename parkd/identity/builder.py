@@ -18,7 +18,7 @@ from parkd.identity.normalise import Normaliser, NormaliserConfig
 from parkd.identity.output_memory import GENERATION, OutputMemory, Said
 from parkd.identity.render import Renderer
 from parkd.identity.segments import OpenerMarks, locate, map_prompt
-from parkd.identity.splice import Splicer, Trails, no_trails
+from parkd.identity.splice import Splicer, Trails
 from parkd.identity.tokens import SegmentTokenizer, TextMemo
 from parkd.identity.units import units_of
 from parkd.identity.watched import WatchedTemplate
@@ -49,7 +49,7 @@ class Memory:
     chains: ChainMemo
     template: ChatTemplate
     images: ImageMemo = field(default_factory=ImageMemo)
-    trails: Trails = field(default_factory=no_trails)
+    trails: Trails = field(default_factory=Trails)
 
 
 class IdentityBuilder:
@@ -143,13 +143,17 @@ class IdentityBuilder:
         if self._context_tokens is not None:
             check_length(self._text, plain, self._context_tokens, still_wanted)
         rendered_s = time.perf_counter()
-        tokenised = images.expanded(tokenizer.tokenise(prompt.text))
+        remembered, base = tokenizer.tokenised_on(prompt.text)
+        tokenised = images.expanded(remembered)
         if not len(tokenised.ids):
             raise InvalidRequest("The prompt is empty. Send some text.", param="messages")
         key = ConversationKey(request.namespace, self._fingerprint, steering)
         located = locate(prompt, tokenised, plain)
         if self._splicer is not None:
-            tokenised = self._splicer.splice(memory.trails, prompt.turns, located.starts, tokenised, plain, key.digest)
+            turns, starts = prompt.turns, located.starts
+            tokenised = self._splicer.splice(
+                memory.trails, turns, starts, tokenised, plain, key.digest, remembered, base
+            )
         tokenised_s = time.perf_counter()
         spans = images.spans(tokenised)
         units = units_of(tokenised.ids, spans)

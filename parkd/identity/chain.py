@@ -19,8 +19,12 @@ import numpy as np
 from parkd.identity.units import common_prefix
 from parkd.types import HASH_BYTES, Units
 
-CHAINS_KEPT = 8
-"""Chains that are remembered in a namespace of keys. More conversations than this rarely take turns."""
+CHAINS_KEPT = 256
+"""Most chains that are remembered in a namespace of keys."""
+COMPARED = 8
+"""Of those, as many of the newest are compared with a new prompt if it continues none of them."""
+TAIL_UNITS = 8
+"""Units by which is seen that a prompt may continue a remembered one."""
 
 _BYTES_A_HASH = 56
 """A 16-byte `bytes` object and its slot in a tuple, measured on CPython."""
@@ -58,6 +62,13 @@ class _Chain:
     units: Units
     hashes: tuple[bytes, ...]
 
+    def may_go_on(self, units: Units, block_tokens: int) -> bool:
+        """Whether other units are the same at the end of this one's last full block but one: the last may have a
+        generation prompt that the next prompt of its conversation has not."""
+        end = max(1, len(self.hashes) - 1) * block_tokens if self.hashes else 0
+        tail = slice(max(0, end - TAIL_UNITS), end)
+        return bool(end) and len(units) >= end and self.units[tail].tobytes() == units[tail].tobytes()
+
     @property
     def bytes(self) -> int:
         return self.units.nbytes + len(self.hashes) * _BYTES_A_HASH
@@ -85,6 +96,8 @@ class ChainMemo:
         """The prefix hashes of `units`. The caller must not change the array afterwards."""
         with self._lock:
             chains = [chain for chain in self._chains if chain.key_digest == key_digest]
+        likely = [chain for chain in chains if chain.may_go_on(units, self._block_tokens)]
+        chains = likely or chains[-COMPARED:]
         best, best_blocks = None, 0
         for chain in chains:
             blocks = min(common_prefix(chain.units, units) // self._block_tokens, len(chain.hashes))

@@ -36,6 +36,8 @@ def _branch(node: dict[str, Any]) -> str:
     """The pattern of a trie's node. Branches differ in their first character, and the end comes last, so the first
     match is the longest."""
     ends = "" in node
+    if len(node) > 1 and all(char and set(child) == {""} for char, child in node.items()):
+        return f"[{''.join(map(re.escape, node))}]"  # single characters: many times as fast as alternatives
     branches = []
     for char, child in node.items():
         if not char:

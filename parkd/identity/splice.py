@@ -10,14 +10,13 @@ again, a trail of one step per answer is kept, and continued where it is still v
 from __future__ import annotations
 
 import json
-import weakref
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +26,6 @@ from parkd.identity.output_memory import OutputMemory, RememberedAnswer, Said, i
 from parkd.identity.tokens import MARK_CHARS, TokenisedText, common_chars
 from parkd.types import HASH_BYTES
 from parkd.types.identical import identical
-
-TRAILS_KEPT = 8
-"""As many as the tokenizer remembers whole texts in a namespace; a trail is of no use without its text."""
 
 Hasher = Any
 """The type of `hashlib.blake2b` objects, which has no public name."""
@@ -58,17 +54,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    text: weakref.ref[TokenisedText]
+    cuts: Sequence[int]
+    positions: Sequence[int]
+    """With those of images, so not always as in the text that is remembered."""
     key_digest: bytes
     steps: tuple[Step, ...]
 
 
-Trails = deque[Trail]
-"""Those of one namespace of keys."""
-
-
-def no_trails() -> Trails:
-    return deque(maxlen=TRAILS_KEPT)
+Trails = WeakKeyDictionary[TokenisedText, Trail]
+"""Those of one namespace of keys, by the text as it is remembered; each as long as that."""
 
 
 class Splicer:
@@ -85,15 +79,18 @@ class Splicer:
         tokenised: TokenisedText,
         plain: str,
         key_digest: bytes,
+        remembered: TokenisedText | None = None,
+        base: TokenisedText | None = None,
     ) -> TokenisedText:
         """The same text with the ids of remembered answers. `plain` is the text without stand-ins; `starts` maps turns
-        to the characters at which they begin.
+        to the characters at which they begin. The trail is kept with the text as it is `remembered` (None: not kept);
+        that of `base`, a text whose beginning this one has, is followed.
 
         A trail is made even if nothing is remembered yet: then its cost falls on the first prompt, which takes a
         hundred times as long to tokenise, and not on the next turn.
         """
         places = self._places(turns, starts, tokenised)
-        known, held = self._known(trails, turns, places, tokenised, key_digest)
+        held = self._held(trails, turns, places, tokenised, key_digest, base)
         steps = list(held)
         hasher = steps[-1].hasher.copy() if steps else blake2b(key=key_digest, digest_size=HASH_BYTES)
         done = steps[-1].done if steps else 0
@@ -103,8 +100,8 @@ class Splicer:
             step = self._step(turns[index], index, first, bound, done, tokenised, plain, hasher)
             done = step.done
             steps.append(step)
-        if known is None or len(steps) > len(held):
-            trails.append(Trail(weakref.ref(tokenised), key_digest, tuple(steps)))
+        if remembered is not None:
+            trails[remembered] = Trail(tokenised.cuts, tokenised.positions, key_digest, tuple(steps))
         replaced = [(step.first, step.reach, step.answer.ids) for step in steps if step.answer is not None]
         if not replaced:
             return tokenised
@@ -162,40 +159,36 @@ class Splicer:
                 break
         return first
 
-    def _known(
+    def _held(
         self,
         trails: Trails,
         turns: Sequence[CanonicalMessage],
         places: Sequence[tuple[int, int]],
         tokenised: TokenisedText,
         key_digest: bytes,
-    ) -> tuple[Trail | None, Sequence[Step]]:
-        """The trail that reaches furthest into this prompt, and those of its steps that hold."""
-        best: tuple[Trail | None, Sequence[Step]] = (None, ())
-        for trail in reversed(list(trails)):
-            text = trail.text()
-            if text is None or trail.key_digest != key_digest or len(trail.steps) <= len(best[1]):
-                continue
-            count = self._holding(trail.steps, turns, places, text, tokenised)
-            if count > len(best[1]):
-                best = trail, trail.steps[:count]
-        return best
+        base: TokenisedText | None,
+    ) -> Sequence[Step]:
+        """The steps of the base's trail that hold in this prompt."""
+        trail = None if base is None else trails.get(base)
+        if base is None or trail is None or trail.key_digest != key_digest:
+            return ()
+        same_chars = common_chars(base.text, tokenised.text) - MARK_CHARS
+        return trail.steps[: self._holding(trail, turns, places, same_chars, tokenised)]
 
     def _holding(
         self,
-        steps: Sequence[Step],
+        known: Trail,
         turns: Sequence[CanonicalMessage],
         places: Sequence[tuple[int, int]],
-        known: TokenisedText,
+        same_chars: int,
         tokenised: TokenisedText,
     ) -> int:
         """How many leading steps are still valid: texts, cuts and messages are equal, and so are the remembered
         answers."""
-        same_chars = common_chars(known.text, tokenised.text) - MARK_CHARS
         shared = bisect_left(known.cuts, same_chars)
         if known.cuts[:shared] != tokenised.cuts[:shared] or known.positions[:shared] != tokenised.positions[:shared]:
             return 0  # the same text may contain images of other sizes
-        for count, step in enumerate(steps):
+        for count, step in enumerate(known.steps):
             holds = (
                 count < len(places)
                 and places[count] == (step.turn, step.first)
@@ -205,7 +198,7 @@ class Splicer:
             )
             if not holds:
                 return count
-        return len(steps)
+        return len(known.steps)
 
 
 def _is_said(message: Mapping[str, Any], rendered: str, said: Said) -> bool:

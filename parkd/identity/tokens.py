@@ -28,8 +28,12 @@ from parkd.identity.cuts import cuttable_tokens, token_pattern
 from parkd.identity.stand_ins import StandIns
 from parkd.types import StillWanted, TokenIds, always_wanted
 
-TEXTS_KEPT = 8
-"""Whole prompts that are remembered in a namespace, to find the known part of the next one."""
+TEXTS_KEPT = 256
+"""Most whole prompts that are remembered in a namespace, to find the known part of the next one."""
+COMPARED = 8
+"""Of those, as many of the newest are compared with a new prompt if it continues none of them."""
+TAIL_CHARS = 64
+"""Characters by which is seen that a prompt may continue a remembered one."""
 
 MARK_CHARS = 64
 """Characters after a cut that its mark may depend on."""
@@ -56,6 +60,13 @@ class TokenisedText:
     positions: list[int]
     marks: list[frozenset[str]] = field(default_factory=list)
     """What `SegmentTokenizer`'s `mark` returned for each cut but the last."""
+
+    def may_go_on(self, text: str) -> bool:
+        """Whether another text has the same characters where this one's last piece begins: a prompt ends with a piece
+        that the next one of its conversation need not have."""
+        end = self.cuts[-2] if len(self.cuts) > 1 else 0
+        start = max(0, end - TAIL_CHARS)
+        return text.startswith(self.text[start:end], start)
 
     @property
     def bytes(self) -> int:
@@ -160,10 +171,14 @@ class SegmentTokenizer:
         return self._memo.bytes
 
     def tokenise(self, text: str) -> TokenisedText:
+        return self.tokenised_on(text)[0]
+
+    def tokenised_on(self, text: str) -> tuple[TokenisedText, TokenisedText | None]:
+        """The tokens of a text, and the remembered one whose beginning it has; None: there is none."""
         base, shared = self._base_of(text)
         if base is not None and base.text == text:
             self._memo.keep_text(self._namespace, base, replaces=base)
-            return base
+            return base, base
         cuts, positions = (base.cuts[:shared], base.positions[:shared]) if base is not None else ([], [])
         marks = base.marks[:shared] if base is not None else []
         start, position = (base.cuts[shared], base.positions[shared]) if base is not None else (0, 0)
@@ -183,7 +198,7 @@ class SegmentTokenizer:
         # A text of which all but its tail (a generation prompt) is in the new one will not be needed again.
         grown = base if base is not None and shared >= len(base.cuts) - 3 else None
         self._memo.keep_text(self._namespace, result, replaces=grown)
-        return result
+        return result, base
 
     def expect(self, text: str) -> None:
         """Tokenises the pieces of a text that is likely to be part of a prompt soon, so that they are known then. Its
@@ -238,7 +253,8 @@ class SegmentTokenizer:
         agree for the longest token's length beyond them.
         """
         best, best_chars, best_shared = None, 0, 0
-        for known in reversed(self._memo.texts(self._namespace)):
+        texts = self._memo.texts(self._namespace)[::-1]
+        for known in [known for known in texts if known.may_go_on(text)] or texts[:COMPARED]:
             same = common_chars(known.text, text)
             if same == len(text) == len(known.text):
                 return known, len(known.cuts) - 1

@@ -18,8 +18,10 @@ from parkd.types import ImageSpan, TokenIds, Units
 
 IMAGE_BIT = np.uint64(1 << 63)
 
+_FIRST_UNITS = 64
+"""Units compared first: most conversations that are compared are others, and differ soon."""
 _COMPARE_UNITS = 8192
-"""Units compared at a time, so that the comparison stops early with another conversation."""
+"""Most units compared at a time."""
 
 _UNITS_A_HASH = 8
 """Units from one 64-byte blake2b."""
@@ -58,9 +60,11 @@ def units_of(token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Units:
 def common_prefix(a: Units, b: Units) -> int:
     """How many leading units are equal."""
     stop = min(len(a), len(b))
-    for start in range(0, stop, _COMPARE_UNITS):
-        end = min(start + _COMPARE_UNITS, stop)
+    start, size = 0, _FIRST_UNITS
+    while start < stop:
+        end = min(start + size, stop)
         differs = a[start:end] != b[start:end]
         if differs.any():
             return start + int(differs.argmax())
+        start, size = end, _COMPARE_UNITS
     return stop

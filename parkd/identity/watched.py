@@ -63,6 +63,9 @@ class _Message(dict[str, Any]):
         super().__init__(message)
         self._watch = watch
 
+    def __copy__(self) -> _Message:
+        return _Message(self, self._watch)
+
     def __getitem__(self, name: str) -> Any:
         self._watch.read()
         return super().__getitem__(name)

@@ -23,6 +23,7 @@ from parkd.types import (
     TokenLogprob,
     ToolCallDelta,
     TurnRequest,
+    Unit,
 )
 
 Emit = Callable[[Event], None]
@@ -142,8 +143,7 @@ class AnswerLoop:
                 left = None if self.limit is None else self.limit - answer.output_tokens
                 visible, ended = visible_ids(step, engine.info.end_token_ids, left)
                 answer.output_tokens += len(visible) + (ended is FinishReason.STOP)
-                answer.reasoning_tokens += len(visible) if self.parser.in_reasoning else 0
-                self._take(self._text_of(visible, known))
+                self._take_step(visible, known)
                 if ended is not None or self.parser.satisfied or self._stops.met is not None:
                     answer.reason = ended or FinishReason.STOP
                     break
@@ -160,6 +160,16 @@ class AnswerLoop:
     def _may_rest(self) -> bool:
         """Whether the state is that of the ids so far: a step that guessed several has read those yet to come."""
         return self.seat.position == self._first_position + len(self.answer.token_ids)
+
+    def _take_step(self, ids: Sequence[int], known: int) -> None:
+        """Takes the ids of one step: at once, but token by token while the model thinks, since any may end that."""
+        taken = 0
+        while taken < len(ids):
+            thinks = self.parser.in_reasoning
+            stop = taken + 1 if thinks and self.engine.info.unit is Unit.TOKEN else len(ids)
+            self.answer.reasoning_tokens += stop - taken if thinks else 0
+            self._take(self._text_of(ids[taken:stop], known + taken))
+            taken = stop
 
     def _text_of(self, ids: Sequence[int], known: int) -> str:
         """The text of the ids, of which the first is the answer's token number `known`."""

@@ -84,14 +84,17 @@ class Lane(Generic[W]):
         may_join: Callable[[W, Sequence[W]], bool] = lambda _turn, _beside: True,
         awaits: Callable[[W, Sequence[W]], bool] = lambda _turn, _begun: False,
         passes_over: bool = True,
+        can_pause: bool = True,
     ) -> None:
         """`on_queued` is called for each turn that has to wait for another one, `on_slice` when a turn begins to run or
         goes on, `on_idle` when a turn has ended and no other is there. If there are several `owners`, one of them has
         at most half of the places. `work_of` says what a turn needs from now on, for the schedule. `may_join` says
         whether a turn can run beside those that do; if the next one cannot, no other goes before it. `awaits` says
         whether a turn had better begin later, since one of those that have begun computes what it would; it is asked
-        again at `look_again`. `passes_over`: others go before it meanwhile."""
+        again at `look_again`. `passes_over`: others go before it meanwhile. `can_pause`: running turns may be
+        asked to give way."""
         self.width = width
+        self._can_pause = can_pause
         self._may_join = may_join
         self._awaits = awaits
         self._passes_over = passes_over
@@ -416,13 +419,16 @@ class Lane(Generic[W]):
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+        if not self._can_pause or not (self._waiting or self._paused):
+            return  # nobody can give way, or there is nobody to give way to
         if self._startable() is not None:
             return  # somebody begins now, and this is called again
         able = self._able()
         over, waits_s = list[_Place[W]](), list[float]()
+        now_s, others = self._jobs_of(able)
         for place in self._running:
-            until_s = None if place.is_asked else self._until_s(place, able)
-            left_s = math.inf if until_s is None else until_s - self._monotonic()
+            until_s = None if place.is_asked else self._until_s(place, others, now_s)
+            left_s = math.inf if until_s is None else until_s - now_s
             if left_s <= 0:
                 over.append(place)
             else:
@@ -446,13 +452,18 @@ class Lane(Generic[W]):
             del jobs[order[-1]]
         return order[::-1]
 
-    def _until_s(self, running: _Place[W], able: Sequence[_Place[W]]) -> float | None:
-        """As the schedule says, if it gives way to those that are `able`."""
-        self._count(running)
+    def _jobs_of(self, able: Sequence[_Place[W]]) -> tuple[float, list[Job]]:
+        """The time, and those that are `able` to run then. What runs is counted up to then."""
         now_s = self._monotonic()
-        others = [self._job(place, now_s) for place in able if place is not running]
+        for place in self._running:
+            self._count(place)
+        return now_s, [self._job(place, now_s) for place in able]
+
+    def _until_s(self, running: _Place[W], others: Sequence[Job], now_s: float) -> float | None:
+        """As the schedule says, if it gives way to these others."""
         return self.schedule.until_s(self._job(running, now_s), others, now_s)
 
     def _is_over(self, running: _Place[W]) -> bool:
-        until_s = self._until_s(running, self._able())
-        return until_s is not None and until_s <= self._monotonic()
+        now_s, others = self._jobs_of(self._able())
+        until_s = self._until_s(running, others, now_s)
+        return until_s is not None and until_s <= now_s

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -126,8 +127,9 @@ class TurnRunner:
         info = self._engine.info
         if any(other.prompt.key.steering != turn.prompt.key.steering for other in beside):
             return False
-        rows = [self._most_rows(each) for each in (turn, *beside)]
-        return not info.row_tokens or rows_left(info.row_tokens, rows, info.layout.block_tokens) >= 0
+        if not info.row_tokens:
+            return True
+        return rows_left(info.row_tokens, self._rows_of((turn, *beside)), info.layout.block_tokens) >= 0
 
     def awaits(self, turn: Turn, begun: Sequence[Turn]) -> bool:
         """Whether a turn had better begin later, since one of those that have begun reads what it would."""
@@ -177,8 +179,12 @@ class TurnRunner:
         if await live.park_beginning(other.prompt.key, other.prompt.units[:position]):
             self._metrics.joined.inc()
 
-    def _most_rows(self, turn: Turn) -> int:
-        return most_rows(len(turn.prompt), self._limit(turn), self._engine.info.context_tokens)
+    def _rows_of(self, turns: Sequence[Turn]) -> tuple[int, ...]:
+        """The most rows that each may come to have; none where each seat has its own."""
+        info = self._engine.info
+        if not info.row_tokens:
+            return ()
+        return tuple(most_rows(len(turn.prompt), self._limit(turn), info.context_tokens) for turn in turns)
 
     def foresee(self, turn: Turn) -> None:
         """Notes what the start of a waiting turn would cost now, for the schedule."""
@@ -234,7 +240,8 @@ class TurnRunner:
         if not is_awake and self.seats.free:
             await self.seats.free[0].call(self._engine.awake)
         for live in self.seats.free if several or not is_awake else ():
-            await live.check()
+            if live.rows.position:  # one that is empty has nothing to lose, and is asked nothing: there may be hundreds
+                await live.check()
         for live in self.seats.free:
             await live.empty_if_unwanted()
 
@@ -242,7 +249,7 @@ class TurnRunner:
         """Whether a seat that was just taken still holds what it did. Until then, its rows could be taken for an answer
         in another."""
         rows = live.rows
-        if len(self.seats.turns) > 1:
+        if rows.position and len(self.seats.turns) > 1:
             await live.check()
         return live.rows is rows
 
@@ -282,7 +289,7 @@ class TurnRunner:
             await self._refresh_free()
             await self._park_joint(turn)
             turns, free = self.seats.turns, self.seats.free
-            beside = Beside(len(turns), tuple(map(self._most_rows, turns)))
+            beside = Beside(len(turns), self._rows_of(turns))
             start, why, from_disk_s = await self._starter.find_start(turn, free, beside)
             if anew and start.parked is not None:
                 start, why = dataclasses.replace(cold_start(), seat=start.seat, displaced=start.displaced), GONE
@@ -612,14 +619,21 @@ class TurnRunner:
             retention.apply(now_s)
 
     def _emitter(self, push: Callable[[Event], None]) -> Callable[[Event], None]:
-        """A function that hands events from the engine's thread to `push` on the event loop, in order, without
-        waiting."""
+        """A function that hands events from the engine's thread to `push` on the event loop, in order, without waiting.
+        Those that come before the loop has taken the last ones cost it no wake-up of their own."""
         loop = asyncio.get_running_loop()
-        return lambda event: _post(loop, push, event)
+        waiting: deque[Event] = deque()
 
+        def deliver() -> None:
+            while waiting:
+                push(waiting.popleft())
 
-def _post(loop: asyncio.AbstractEventLoop, push: Callable[[Event], None], event: Event) -> None:
-    loop.call_soon_threadsafe(push, event)
+        def emit(event: Event) -> None:
+            waiting.append(event)
+            if len(waiting) == 1:  # else the loop is on its way: it takes all, also what comes while it does
+                loop.call_soon_threadsafe(deliver)
+
+        return emit
 
 
 def _units_with(prompt: PromptIdentity, token_ids: TokenIds | list[int]) -> Units:

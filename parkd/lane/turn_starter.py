@@ -70,7 +70,10 @@ class TurnStarter:
         return start, why, self._monotonic() - began_s
 
     def foresee(self, turn: Turn, lives: Sequence[LiveConversation]) -> None:
-        """Notes what the start of a waiting turn would cost now."""
+        """Notes what the start of a waiting turn would cost now. Without state here, all cost the same: everything is
+        read."""
+        if not self._info.holds_state:
+            return
         start, _ = self._decide(turn, lives)
         turn.start_cost_s = start.cost_s(len(turn.prompt), self._costs.measured)
 
@@ -110,9 +113,10 @@ class TurnStarter:
         candidates = [parked for parked, _ in store.candidates(key_digest, hashes)] if store is not None else []
         asked = turn.request.max_output_tokens
         limit = ANSWER_TOKENS if asked is None else asked
+        seats = lives if info.holds_state else lives[:1]  # all are alike, and there may be hundreds
         start = decide_start(
             prompt,
-            [live.seated for live in lives],
+            [live.seated for live in seats],
             candidates,
             reuses=reuses,
             layout=info.layout,

@@ -133,6 +133,7 @@ class Proxy:
             may_join=self.runner.may_join,
             awaits=self.runner.awaits,
             passes_over=config.schedule != "fifo",
+            can_pause=engine.info.can_pause,
         )
         self.runner.lane = self.lane
         self.requests = RequestMemory()

@@ -270,7 +270,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._chunk(event)
                 continue
             choice = (event.get("choices") or [{}])[0]
-            output += bool(choice.get("delta", {}).get("content") or choice.get("text"))
+            text = choice.get("delta", {}).get("content") or choice.get("text")
+            output += len(choice.get("token_ids") or ()) or bool(text)
             self._chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
         usage = owner.usage(body, prompt, cached if owner.tells_cached else -1, output)
         if usage is not None and body.get("stream_options", {}).get("include_usage"):

@@ -52,12 +52,9 @@ class EventLines:
         """
         heard_s = self._monotonic()
         while True:
-            line = self._line()
-            if line is not None:
-                event = parse(line)
-                if event is not None:
-                    return event
-                continue
+            event = self.arrived(parse)
+            if event is not None:
+                return event
             with self._translated():
                 part = next(self._parts, None)
             if part is None:
@@ -71,6 +68,14 @@ class EventLines:
                     f"The {self._called} sent nothing of its answer for {self._silence_s:.0f} s. Check that it "
                     f"still runs, or give it more time with --upstream-timeout."
                 )
+
+    def arrived(self, parse: Callable[[bytes], E | None]) -> E | None:
+        """As `next`, of what has arrived already; None: no other event has. Never waits."""
+        while (line := self._line()) is not None:
+            event = parse(line)
+            if event is not None:
+                return event
+        return None
 
     def close(self) -> None:
         """Closes the connection, which tells the server to stop, unless the answer was read to its end. May be called

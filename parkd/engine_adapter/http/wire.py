@@ -5,6 +5,7 @@ A request through httpx costs a warm turn three to four times the processor time
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import threading
@@ -16,6 +17,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import urlsplit
 
 READ_BYTES = 64 * 1024
+MOST_LINE_BYTES = 64 * 1024
+"""Of a line between two chunks, and of a trailer."""
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 class CannotConnect(Exception):
@@ -195,13 +199,28 @@ class WireAnswer:
         self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """The body, in pieces. Raises BrokenAnswer, TimeoutError."""
+        """The body, in pieces: each is all that has arrived. Raises BrokenAnswer, TimeoutError."""
+        if self._response.chunked:  # the library would give each chunk alone, and a chunk is a token
+            yield from self._chunked()
+            return
         with broken_answers():
             while part := self._response.read1(READ_BYTES):
                 yield part
         if self._response.length:  # The library reports no error if a body is shorter than its Content-Length.
             raise BrokenAnswer("it closed the connection")
         self._was_read = True
+
+    def _chunked(self) -> Iterator[bytes]:
+        chunks = Chunks()
+        with broken_answers():
+            while not chunks.is_over:
+                data = self._response.fp.read1(READ_BYTES)
+                if not data:
+                    raise BrokenAnswer("it closed the connection")
+                part = chunks.take(data)
+                if part:
+                    yield part
+        self._was_read = not chunks.has_more
 
     def close(self) -> None:
         """Returns the connection for reuse if the body was read completely; otherwise closes it, which tells the server
@@ -215,6 +234,63 @@ class WireAnswer:
     @property
     def _is_reusable(self) -> bool:
         return self._was_read and not self._response.will_close and not self._hold.is_cut
+
+
+class Chunks:
+    """Reads a body that is sent in chunks (RFC 9112, 7.1), however the connection cuts it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._unread = bytearray()
+        """Less than a line, unless the body is over."""
+        self._left_bytes = 0
+        """Of the present chunk."""
+        self._is_behind_data = False
+        """What comes next is the end of a chunk's line."""
+        self._is_behind_last = False
+        """What comes next are trailers."""
+
+    @property
+    def has_more(self) -> bool:
+        """Something came behind the end, which nobody asked for."""
+        return bool(self._unread)
+
+    def take(self, data: bytes) -> bytes:
+        """The part of the body in the next piece of the connection's bytes. Raises BrokenAnswer."""
+        unread, parts, at = self._unread, list[bytes](), 0
+        unread += data
+        while not self.is_over:
+            if self._left_bytes:
+                part = bytes(unread[at : at + self._left_bytes])
+                if not part:
+                    break
+                parts.append(part)
+                at += len(part)
+                self._left_bytes -= len(part)
+                continue
+            end = unread.find(b"\n", at)
+            if end < 0:
+                break
+            self._line(bytes(unread[at:end]).rstrip(b"\r"))
+            at = end + 1
+        del unread[:at]
+        if not self.is_over and len(unread) > MOST_LINE_BYTES:
+            raise BrokenAnswer("a line between two chunks has no end")
+        return b"".join(parts)
+
+    def _line(self, line: bytes) -> None:
+        if self._is_behind_last:
+            self.is_over = not line
+        elif self._is_behind_data:
+            if line:
+                raise BrokenAnswer("a chunk is longer than it says")
+            self._is_behind_data = False
+        else:
+            size = line.split(b";")[0].strip()
+            if not _CHUNK_SIZE.fullmatch(size):
+                raise BrokenAnswer("a chunk does not say how long it is")
+            self._left_bytes = int(size, 16)
+            self._is_behind_data, self._is_behind_last = self._left_bytes > 0, self._left_bytes == 0
 
 
 def cannot_connect(error: OSError, *, is_tls: bool) -> CannotConnect:

@@ -13,7 +13,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -66,7 +65,6 @@ class _Turn:
     prompt: TokenIds
     lines: EventLines
     hold: Hold
-    cancel: Cancel | None
     answer: AnswerIds
     limit: int | None
     """Most tokens that its client wants."""
@@ -176,19 +174,27 @@ class RemoteSeat(Seat):
         )
 
         def sent(path: str, fields: Mapping[str, Any]) -> EventLines:
-            with self._followed(hold, cancel):
+            try:
                 return engine.client.events(path, {**common, **fields}, hold)
+            except UpstreamFailed as error:
+                raise self._meaning(error, hold) from error
 
+        if cancel is not None:
+            engine.watcher.follow(hold, cancel)
         try:
-            lines = sent(*engine.words.request(ids, request, limit))
-        except InvalidRequest:
-            other = engine.words.said_otherwise(ids, request, limit)
-            if other is None:
-                raise
-            lines = sent(*other)
-            engine.words.taken_otherwise()
+            try:
+                lines = sent(*engine.words.request(ids, request, limit))
+            except InvalidRequest:
+                other = engine.words.said_otherwise(ids, request, limit)
+                if other is None:
+                    raise
+                lines = sent(*other)
+                engine.words.taken_otherwise()
+        except BaseException:
+            engine.watcher.leave(hold)
+            raise
         length = AnswerLength(limit, engine.words.tokens_in, token_events=engine.found.flavour.token_events)
-        self._turn = _Turn(ids, lines, hold, cancel, engine.words.answer(request), limit, length)
+        self._turn = _Turn(ids, lines, hold, engine.words.answer(request), limit, length)
         return 0
 
     def extend(
@@ -227,20 +233,19 @@ class RemoteSeat(Seat):
         [end_id] = self._engine.end_ids_for_stop
         try:
             while turn.waiting or not turn.is_over:
-                piece = turn.waiting.pop(0) if turn.waiting else self._next(turn)
-                if piece is None:
-                    break
-                ids = [*turn.answer.ids(piece)]
-                if piece.finish is not None:
-                    self._finish(turn)
-                    why = piece.finish.lower()
-                    if why in FILTERED:
-                        self._ended = FinishReason.CONTENT_FILTER
-                    elif why not in AT_LIMIT:
-                        ids.append(end_id)
+                ids, failed = list[int](), None
+                try:
+                    for piece in self._arrived(turn):
+                        ids += turn.answer.ids(piece)
+                        if piece.finish is not None and self._ended_by(turn, piece.finish.lower()):
+                            ids.append(end_id)
+                except ParkdError as error:  # what came before it is the client's
+                    failed = error
                 if ids:
                     self._position += len(ids)
                     yield ids
+                if failed is not None:
+                    raise failed
         finally:
             if self._turn is turn:
                 self._drop()
@@ -254,42 +259,75 @@ class RemoteSeat(Seat):
     def restore(self, transfer: Transfer) -> None:  # noqa: ARG002
         raise EngineFailure("This server's state cannot be restored.")
 
+    def _ended_by(self, turn: _Turn, why: str) -> bool:
+        """Notes that the server has ended the answer. Whether the model did."""
+        self._finish(turn)
+        if why in FILTERED:
+            self._ended = FinishReason.CONTENT_FILTER
+        return why not in FILTERED | AT_LIMIT
+
+    def _arrived(self, turn: _Turn) -> Iterator[Piece]:
+        """The next piece of the answer, and those that came together with it, up to its end: where a server is faster
+        than this process, that takes more at a time. Raises as `_next`."""
+        piece = turn.waiting.pop(0) if turn.waiting else self._next(turn)
+        while piece is not None:
+            yield piece
+            if turn.is_over or piece.finish is not None:
+                return
+            piece = turn.lines.arrived(self._parse)
+            while piece is not None and not self._says_something(turn, piece):
+                piece = turn.lines.arrived(self._parse)
+            piece = None if piece is None else self._within_limit(turn, piece)
+
     def _next(self, turn: _Turn) -> Piece | None:
-        """The next event of the answer; None if the answer is as long as it may be, and the server goes on. Raises
+        """The next piece of the answer; None if the answer is as long as it may be, and the server goes on. Raises
         Cancelled, UpstreamFailed."""
         while True:
-            with self._followed(turn.hold, turn.cancel):
-                piece = turn.lines.next(lambda line: parse_line(line, self._engine.client.called))
-            self._count(piece)
-            if piece.is_last:
-                raise UpstreamFailed("The upstream server ended its answer without an end. Send the request again.")
-            if piece.finish is not None and piece.finish.lower() in BROKEN_OFF:
-                raise UpstreamFailed("The upstream server broke off its answer. Send the request again.")
-            if piece.prompt_ids is not None and not np.array_equal(piece.prompt_ids, turn.prompt):
-                raise UpstreamFailed(
-                    "The upstream server has read another prompt than it was sent. Check what lies between parkd and "
-                    "it, and that --tokenizer is that of its model."
-                )
-            if piece.thinking or piece.text or piece.calls or piece.token_ids or piece.finish is not None:
-                turn.is_over = turn.length.passes_limit(piece)
-                self._written_tokens = turn.length.tokens
-                return None if turn.is_over else piece
+            try:
+                piece = turn.lines.next(self._parse)
+            except UpstreamFailed as error:
+                raise self._meaning(error, turn.hold) from error
+            if self._says_something(turn, piece):
+                return self._within_limit(turn, piece)
+
+    def _parse(self, line: bytes) -> Piece | None:
+        return parse_line(line, self._engine.client.called)
+
+    def _says_something(self, turn: _Turn, piece: Piece) -> bool:
+        """Whether an event has a part of the answer, or its end. Notes what else it says. Raises UpstreamFailed."""
+        self._count(piece)
+        if piece.is_last:
+            raise UpstreamFailed("The upstream server ended its answer without an end. Send the request again.")
+        if piece.finish is not None and piece.finish.lower() in BROKEN_OFF:
+            raise UpstreamFailed("The upstream server broke off its answer. Send the request again.")
+        if piece.prompt_ids is not None and not np.array_equal(piece.prompt_ids, turn.prompt):
+            raise UpstreamFailed(
+                "The upstream server has read another prompt than it was sent. Check what lies between parkd and "
+                "it, and that --tokenizer is that of its model."
+            )
+        return bool(piece.thinking or piece.text or piece.calls or piece.token_ids or piece.finish is not None)
+
+    def _within_limit(self, turn: _Turn, piece: Piece) -> Piece | None:
+        """The piece; None if the answer is as long as it may be without it."""
+        turn.is_over = turn.length.passes_limit(piece)
+        self._written_tokens = turn.length.tokens
+        return None if turn.is_over else piece
 
     def _finish(self, turn: _Turn) -> None:
         """Reads what follows the answer: how the server counts it."""
         turn.is_over = self._is_counted = True
-        late = self._engine.late_in(COUNT_WAIT_S)
+        self._engine.watcher.follow(turn.hold, self._engine.late_in(COUNT_WAIT_S))
         try:
             while True:
-                with self._followed(turn.hold, late):
-                    piece = turn.lines.next(lambda line: parse_line(line, self._engine.client.called))
+                piece = turn.lines.next(self._parse)
                 self._count(piece)
                 if piece.is_last:
                     break
-            with self._followed(turn.hold, late):
-                turn.lines.drain()
+            turn.lines.drain()
         except ParkdError as error:  # the answer is whole
             log.info("the upstream server did not count its answer: %s", error.message)
+        finally:
+            self._engine.watcher.leave(turn.hold)
         if self._usage.prompt_tokens is not None:
             self._engine.words.counted(self._units, self._usage.prompt_tokens)
 
@@ -297,25 +335,20 @@ class RemoteSeat(Seat):
         if piece.usage is not None:
             self._usage = self._usage.then(piece.usage)
 
-    @contextmanager
-    def _followed(self, hold: Hold, cancel: Cancel | None) -> Iterator[None]:
-        """A wait for the server, which ends when the client leaves. Raises Cancelled then, and what the server's
-        refusal means to the client."""
-        try:
-            with self._engine.watcher.watching(hold, cancel):
-                yield
-        except UpstreamRefused as refused:
+    def _meaning(self, error: UpstreamFailed, hold: Hold) -> ParkdError:
+        """What the server's failure or refusal is to the client: Cancelled if its own leaving cut the request off."""
+        if isinstance(error, UpstreamRefused):
             tokens = self._engine.words.tokens_in(self._units)
-            raise meaning_of(refused, tokens, self._engine.found.context_tokens) from refused
-        except UpstreamFailed as error:
-            if hold.is_cut:
-                raise Cancelled("The client left; its request to the upstream server was cut off.") from error
-            raise
+            return meaning_of(error, tokens, self._engine.found.context_tokens)
+        if hold.is_cut:
+            return Cancelled("The client left; its request to the upstream server was cut off.")
+        return error
 
     def _drop(self) -> None:
         """Lets the answer go: one that has not ended is cut off, which tells the server to stop."""
         turn, self._turn = self._turn, None
         if turn is not None:
+            self._engine.watcher.leave(turn.hold)
             turn.lines.close()
 
 

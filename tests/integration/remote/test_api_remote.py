@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from parkd.errors import ModelError
 from parkd.identity.normalise import RewriteRule
+from parkd.lane.thread.engine_thread import EngineThread
 from parkd.types import NamedKey
 from tests.fakes.openai_server import (
     BLOCK_TOKENS,
@@ -47,6 +49,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+MOST_VISITS = 8
+"""To the threads of seats, for one turn."""
 ALICE, BOB = NamedKey("alice", "sk-alice-0123456789"), NamedKey("bob", "sk-bob-0123456789")
 
 
@@ -710,3 +714,50 @@ async def test_one_refusal_or_failure_touches_none_beside_it() -> None:
                 for number in range(10):
                     tasks.start_soon(ask, f"{'fail' if number % 2 else 'go'} {number}")
             assert statuses == {f"{'fail' if n % 2 else 'go'} {n}": 502 if n % 2 else 200 for n in range(10)}
+
+
+async def test_a_turn_costs_as_many_visits_to_threads_with_hundreds_of_seats_as_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    visits: Counter[str] = Counter()
+
+    def counted(name: str, visit: Any) -> Any:
+        def call(thread: EngineThread, *args: Any, **kwargs: Any) -> Any:
+            visits[name] += 1
+            return visit(thread, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(EngineThread, "run", counted("turn", EngineThread.run))
+    monkeypatch.setattr(EngineThread, "work", counted("turn", EngineThread.work))
+    seen = []
+    with FakeUpstream(VLLM) as upstream:
+        for seats in ("1", "200"):
+            async with before(upstream, upstream_turns=seats) as parkd:
+                visits.clear()
+                await parkd.chat(opening())
+                await parkd.settled()
+                seen.append(visits["turn"])
+    assert seen[0] == seen[1] <= MOST_VISITS
+
+
+async def test_what_came_before_a_server_broke_off_is_the_clients() -> None:
+    """Events that arrive together are read together, but none is lost for the one behind it."""
+
+    def script(_body: dict[str, Any]) -> Events:
+        text = b"".join(b"data: " + json.dumps(said(word)).encode() + b"\n\n" for word in ("one ", "two ", "three"))
+        yield text + b"data: " + json.dumps(ended("abort")).encode() + b"\n\n"
+
+    with FakeUpstream(VLLM) as upstream:
+        upstream.script = script
+        async with (
+            before(upstream) as parkd,
+            parkd.client.stream(
+                "POST", "/v1/chat/completions", json={"messages": opening(), "stream": True}
+            ) as response,
+        ):
+            events = events_of((await response.aread()).decode())
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events if "choices" in event) == (
+        "one two three"
+    )
+    assert "broke off" in json.dumps(events[-1])

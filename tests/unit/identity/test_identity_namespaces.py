@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import gc
+from typing import Any
 
 import pytest
 
-from parkd.identity import images
+from parkd.identity import chain, images, splice, tokens
 from parkd.identity.builder import IdentityBuilder
 from parkd.identity.output_memory import OutputMemory, Said
-from parkd.identity.splice import TRAILS_KEPT
 from parkd.namespaces import ByNamespace
 from parkd.state import ImageFacts
 from parkd.types import ImageData, TurnRequest
@@ -64,7 +65,8 @@ def test_found_by_use_2_no_key_pushes_out_what_is_remembered_of_another() -> Non
     assert work_for(builder, words, "alice", SECRET) == 0
 
 
-def test_found_by_use_2_trails_of_answers_are_by_namespace() -> None:
+def test_found_by_use_2_trails_of_answers_are_by_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "TEXTS_KEPT", 8)
     """A trail of its own that another key pushed out would have to be hashed again."""
     words = FakeTokenizer()
     memory = OutputMemory(1 << 20, SPECIAL_TOKENS)
@@ -80,11 +82,43 @@ def test_found_by_use_2_trails_of_answers_are_by_namespace() -> None:
         return len(set(looked)) - before
 
     assert turns("alice", "hello") == 1
-    for number in range(TRAILS_KEPT + 1):
+    for number in range(tokens.TEXTS_KEPT + 1):
         assert turns("bob", f"{number}") == 1
-    trails = builder._memories.of("alice").trails
-    assert len(trails) == 1
-    assert trails[0].text() is not None, "and its text is remembered"
+    assert len(builder._memories.of("alice").trails) == 1
+    gc.collect()
+    assert len(builder._memories.of("bob").trails) == tokens.TEXTS_KEPT, "a trail is kept as long as its text"
+
+
+def test_a_conversation_among_many_others_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts what is hashed: of the next turn of each of 40 agents, only what is new."""
+    hashed: list[int] = []
+    blocks: list[int] = []
+    int32, extend = splice.int32, chain.extend_hashes
+
+    def counted(ids: Any) -> Any:
+        hashed.append(len(ids))
+        return int32(ids)
+
+    def extended(previous: tuple[bytes, ...], units: Any, key: bytes, block: int) -> tuple[bytes, ...]:
+        blocks.append(len(units) // block - len(previous))
+        return extend(previous, units, key, block)
+
+    monkeypatch.setattr(splice, "int32", counted)
+    monkeypatch.setattr(chain, "extend_hashes", extended)
+    words = WordTokenizer()
+    memory = OutputMemory(1 << 20, ["<|end|>"])
+    builder = IdentityBuilder(words, ChatMl(), FINGERPRINT, BLOCK, 32 << 20, answers=memory)
+    system = say("system", "the same long instructions for all " * 20)
+    talks = [[system, say("user", f"I am agent {agent}. " + f"word{agent} " * 50)] for agent in range(40)]
+    for turn in range(4):
+        hashed.clear()
+        blocks.clear()
+        for messages in talks:
+            builder.build(talk(*messages))
+            messages += [say("assistant", f"yes, {turn}"), say("user", f"and then, {turn}?")]
+        if turn > 1:
+            assert sum(hashed) / len(talks) < 30, "an answer and a question"
+            assert max(blocks) <= 30 // BLOCK
 
 
 class Counting(FakeImages):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parkd.answers.base import OutputFormat
+from parkd.answers.base import OutputFormat, ReasoningMarks
 from parkd.answers.parser import make_parser
 from parkd.errors import EngineFailure
 from parkd.lane.answer import Answer, AnswerLoop, visible_ids
@@ -62,6 +62,18 @@ def test_an_end_token_is_counted_and_not_shown() -> None:
     answer, text, _ = run(["ab", [ord("c"), END_TOKEN_ID, ord("x")]])
     assert (text, answer.reason, answer.output_tokens) == ("abc", FinishReason.STOP, 4)
     assert answer.token_ids[-1] == ord("x")  # behind the end, but perhaps in the state
+
+
+def test_of_a_step_in_which_thinking_ends_only_what_was_thought_counts_as_that() -> None:
+    """Servers send several tokens at once, and draft heads guess several."""
+    engine = Scripted(["ab", "c</think>def", [END_TOKEN_ID]])
+    output = OutputFormat(reasoning=ReasoningMarks("<think>", "</think>"))
+    parser = make_parser(output, TurnRequest(), "<think>", lambda: "call")
+    assert parser.in_reasoning
+    loop = AnswerLoop(engine, engine, TurnRequest(), None, parser, threading.Event(), lambda _event: None, lambda: 0.0)
+    loop.run()
+    assert loop.answer.reasoning_tokens == len("abc</think>")
+    assert loop.answer.output_tokens == len("abc</think>def") + 1
 
 
 def test_the_limit_cuts_inside_a_step_and_what_was_held_back_comes_out() -> None:

@@ -323,3 +323,28 @@ def test_a_short_prompt_is_read_soon_and_a_long_one_is_not_forgotten() -> None:
             ended_at[chosen] = chunks
     assert ended_at[1] == 3, "its two chunks, and one of the first between them"
     assert ended_at[0] < ended_at[2] == 18 + 2 + 16
+
+
+@pytest.mark.parametrize("can_pause", [True, False])
+async def test_what_a_newcomer_costs_grows_with_those_that_are_there_and_not_with_their_square(can_pause: bool) -> None:
+    """Hundreds run at once before another server. `asked` counts what is asked of the turns."""
+    asked = 0
+
+    def work_of(_turn: Held) -> Work:
+        nonlocal asked
+        asked += 1
+        return Work(first_s=1.0, left_s=2.0)
+
+    bench = Bench(40, Fair(), work_of=work_of, can_pause=can_pause)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.lane.serve)
+        running = bench.submit(*(f"running {number}" for number in range(40)))
+        await until(lambda: len(bench.began) == 40)
+        waiting = bench.submit(*(f"waiting {number}" for number in range(40)))
+        before = asked
+        [last] = bench.submit("last")
+        assert asked - before <= (3 * 81 if can_pause else 0)
+        for turn in [*running, *waiting, last]:
+            turn.ends.set()
+        await until(lambda: len(bench.ended) == 81)
+        tasks.cancel_scope.cancel()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parkd.engine_adapter.http.wire import BrokenAnswer, CannotConnect, Wire, is_quiet
+from parkd.engine_adapter.http.wire import MOST_LINE_BYTES, BrokenAnswer, CannotConnect, Chunks, Wire, is_quiet
 
 OK = b"HTTP/1.1 200 OK\r\n"
 PLAIN = OK + b"Content-Length: 2\r\n\r\nok"
@@ -133,6 +133,34 @@ def test_a_body_is_the_same_however_it_is_cut(serve: Serve, raw: bytes, body: by
     for cut in range(1, len(raw)):
         server = serve([[raw[:cut], raw[cut:], CLOSE]])
         assert get(server.wire()) == body
+
+
+def test_chunks_that_came_together_are_one_part(serve: Serve) -> None:
+    """A server sends a chunk for each token; those that wait are read at once."""
+    many = b"".join(b"3\r\nabc\r\n" for _ in range(100))
+    server = serve([[OK + b"Transfer-Encoding: chunked\r\n\r\n" + many + b"0\r\n\r\n"]])
+    answer = server.wire().send("GET", "/", None, connect_s=WAIT_S, silence_s=WAIT_S)
+    parts = list(answer)
+    answer.close()
+    assert b"".join(parts) == b"abc" * 100
+    assert len(parts) < 10
+
+
+def test_what_follows_the_last_chunk_is_nobodys() -> None:
+    chunks = Chunks()
+    assert chunks.take(b"1\r\na\r\n0\r\n\r\n") == b"a"
+    assert (chunks.is_over, chunks.has_more) == (True, False)
+    chunks = Chunks()
+    assert chunks.take(b"1\r\na\r\n0\r\nx: y\r\n\r\nHTTP/1.1 200 OK") == b"a"
+    assert (chunks.is_over, chunks.has_more) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"-1\r\n", b"\r\n", b"0x1\r\n", b"1_0\r\n", b"f" * 16 + b"\r\n", b"1" * (MOST_LINE_BYTES + 1)]
+)
+def test_a_chunk_that_does_not_say_its_length_breaks_the_answer(raw: bytes) -> None:
+    with pytest.raises(BrokenAnswer):
+        Chunks().take(raw)
 
 
 def test_parts_are_given_out_as_they_come(serve: Serve) -> None:

@@ -114,14 +114,17 @@ def test_an_overflow_is_one_however_it_is_said(text: str, kind: str, known: int,
 
 def test_a_request_is_cut_off_when_its_client_leaves_and_no_other() -> None:
     watcher, holds, flags = LeaveWatcher(0.005), [Hold(), Hold()], [threading.Event(), threading.Event()]
-    with watcher.watching(holds[0], flags[0]), watcher.watching(holds[1], flags[1]):
-        flags[1].set()
-        until_s = time.monotonic() + 10
-        while not holds[1].is_cut:
-            assert time.monotonic() < until_s
-            time.sleep(0.002)
-        assert not holds[0].is_cut
-    flags[0].set()  # nobody waits for it any more
+    for hold, flag in zip(holds, flags, strict=True):
+        watcher.follow(hold, flag)
+    flags[1].set()
+    until_s = time.monotonic() + 10
+    while not holds[1].is_cut:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+    assert not holds[0].is_cut
+    watcher.leave(holds[0])
+    watcher.leave(holds[0])
+    flags[0].set()  # nobody follows it any more
     time.sleep(0.05)
     assert not holds[0].is_cut
     watcher.close()
