@@ -162,6 +162,8 @@ def _check_upstream(values: Mapping[str, Any], named: Set[str]) -> None:
                 f"--{setting.name} is for a model that parkd loads itself: give it to the "
                 f"{'llama-server' if engine == 'llama-server' else 'server at --upstream'} instead"
             )
+    if values["upstream-events-replay"] is not None and values["upstream-events"] is None:
+        raise ConfigError("--upstream-events-replay repeats what --upstream-events tells: name both")
     if engine == "remote":
         for name in ("conversation-cache-mib", "conversation-cache-disk-mib", "park-dir"):
             if values[name] != default_of(name) and values[name]:
@@ -185,6 +187,8 @@ _TAKEN = {
         "upstream-timeout",
         "upstream-turns",
         "tokenizer",
+        "upstream-events",
+        "upstream-events-replay",
     ),
 }
 """The settings of another server that each engine takes."""
@@ -216,6 +220,8 @@ def _remote(values: Mapping[str, Any]) -> RemoteConfig | None:
         values["upstream-turns"],
         values["upstream-api-key"],
         Deadlines(silence_s=float(values["upstream-timeout"])),
+        values["upstream-events"],
+        values["upstream-events-replay"],
     )
 
 

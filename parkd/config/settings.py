@@ -252,6 +252,22 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "directory or hub name with its model's tokenizer; none: characters (its own directory, if that is here)",
     ),
+    Setting(
+        "upstream-events",
+        "upstream",
+        "ADDRESS",
+        parsers.some_text,
+        None,
+        "tcp://HOST:PORT where it publishes its KV events (vLLM, SGLang); needs the extra kv-events",
+    ),
+    Setting(
+        "upstream-events-replay",
+        "upstream",
+        "ADDRESS",
+        parsers.some_text,
+        None,
+        "tcp://HOST:PORT where it repeats them",
+    ),
     Setting("upstream-turns", "upstream", "N", parsers.count(1, 1024), 64, "turns it is given at once ({})"),
     Setting(
         "upstream-timeout",

@@ -60,6 +60,10 @@ class RemoteConfig:
     """Most at once."""
     api_key: str | None = field(default=None, repr=False)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    events: str | None = None
+    """Where the server publishes what it keeps of prompts (`tcp://host:port`); None: it is not listened to."""
+    events_replay: str | None = None
+    """Where it repeats that; None: it does not."""
 
 
 _LIBRARY_TYPES = {None: "f16", "int8": "q8_0"}

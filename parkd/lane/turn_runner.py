@@ -27,7 +27,7 @@ from parkd.answers.parser import make_parser
 from parkd.answers.transcript import Transcript
 from parkd.engine_adapter.base import Engine, Seat
 from parkd.errors import Cancelled, EngineFailure, EngineLost, ParkdError
-from parkd.identity.matcher import divergence_of
+from parkd.identity.matcher import common_prefix, divergence_of
 from parkd.identity.output_memory import Said
 from parkd.lane.answer import Answer, AnswerLoop
 from parkd.lane.checkpoints import checkpoints_to_take
@@ -330,7 +330,7 @@ class TurnRunner:
     def _as_told(self, turn: Turn, report: CacheReport, told: Told | None) -> CacheReport:
         """The report of a turn that is over, with what another server said of it. Also for metrics and
         `/parkd/explain`."""
-        report = told_report(report, told, is_over=True)
+        report = told_report(report, told, is_over=True, own_tokens=partial(_own_tokens, turn))
         turn.timings = told_timings(turn.timings, told)
         self._metrics.started(report)
         if turn.explained is not None:
@@ -634,6 +634,13 @@ class TurnRunner:
                 loop.call_soon_threadsafe(deliver)
 
         return emit
+
+
+def _own_tokens(turn: Turn) -> int:
+    """How many tokens of the prompt the same key sent, or got, before."""
+    if turn.own_nearest is None:
+        return len(turn.prompt)
+    return common_prefix(turn.own_nearest().units, turn.prompt.units)
 
 
 def _units_with(prompt: PromptIdentity, token_ids: TokenIds | list[int]) -> Units:

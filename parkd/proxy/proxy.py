@@ -88,6 +88,8 @@ class Proxy:
         self.metrics = Metrics(waiting=lambda: self.lane.waiting, store_stats=store.stats if store else None)
         self.metrics.watch("parkd_cost", lambda: costs.measured)
         self.metrics.watch("parkd_remembered", self.remembered)
+        for prefix, stats in engine.stats.items():
+            self.metrics.watch(prefix, stats)
         self.disk: DiskWorker | None = None
         if store is not None and store.has_disk and services.files is not None:
             self.disk = DiskWorker(store, services.files, costs, services.monotonic)

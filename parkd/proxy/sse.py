@@ -42,6 +42,8 @@ def cache_headers(report: CacheReport | None) -> dict[str, str]:
     headers = {"x-parkd-cache": report.outcome.value}
     if report.is_known:
         headers["x-parkd-reused-tokens"] = str(report.reused_tokens)
+    if report.held_tokens is not None:
+        headers["x-parkd-held-tokens"] = str(report.held_tokens)
     if report.why:
         headers["x-parkd-why"] = header_text(report.why)
     if report.divergence is not None:

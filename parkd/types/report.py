@@ -41,6 +41,12 @@ class Told:
     reasoning_tokens: int | None = None
     why: str = ""
     """What is known about its saying nothing."""
+    held_tokens: int | None = None
+    """Of the prompt, those that it held when the prompt was sent, as it had told before; None: it does not tell."""
+    gone: str = ""
+    """What it had of the prompt and gave up; empty: nothing that is known."""
+    gone_from: int = 0
+    """The first token of that."""
 
 
 class Cause(StrEnum):
@@ -135,6 +141,8 @@ class CacheReport:
     """Parked state was there and could not be used."""
     is_known: bool = True
     """False: another server computes, and has not said how many tokens it reused. Then `reused_tokens` is 0."""
+    held_tokens: int | None = None
+    """What another server was known to hold of the prompt before it was sent; None: it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

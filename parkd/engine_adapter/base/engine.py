@@ -424,6 +424,11 @@ class Engine(ABC):
         to compute. Methods of the engine itself may then be called from each of them."""
         return False
 
+    @property
+    def stats(self) -> Mapping[str, Callable[[], object]]:
+        """What `/metrics` shows of the engine: a prefix of names, and what gives a frozen dataclass of numbers."""
+        return {}
+
     def step_ahead(self, seats: Sequence[Seat]) -> None:  # noqa: B027 - each seat can make its step alone
         """Told before the answers in `seats` make their next step, one after the other: makes at once what these steps
         compute, as far as it can, with the bits that each has alone.

@@ -27,7 +27,9 @@ from parkd.engine_adapter.remote.bodies import check_taken, common_fields
 from parkd.engine_adapter.remote.client import RemoteClient, meaning_of
 from parkd.engine_adapter.remote.events import Piece, Usage, parse_line
 from parkd.engine_adapter.remote.finding import Found
+from parkd.engine_adapter.remote.held import HeldBlocks, HeldPrefix
 from parkd.engine_adapter.remote.length import AnswerLength
+from parkd.engine_adapter.remote.listening import KvListener
 from parkd.engine_adapter.remote.watching import LeaveWatcher
 from parkd.engine_adapter.remote.words import AnswerIds, Words
 from parkd.errors import Cancelled, EngineFailure, InvalidRequest, ParkdError, UpstreamFailed
@@ -102,6 +104,8 @@ class RemoteSeat(Seat):
         """Of the last answer, as far as it was read."""
         self._is_counted = False
         """The server has ended the last answer itself, so it has counted it if it ever does."""
+        self._held: HeldPrefix | None = None
+        """What the server held of the prompt when it was sent; None: it does not tell."""
 
     @property
     def position(self) -> int:
@@ -136,7 +140,20 @@ class RemoteSeat(Seat):
         if output is None and self._written_tokens:
             output = self._written_tokens
         why = "" if usage.cached_tokens is not None else UNSAID if self._is_counted else CUT
-        return Told(prompt, usage.cached_tokens, output, usage.reasoning_tokens, why)
+        held, gone, gone_from = self._held, "", 0
+        if held is not None and usage.cached_tokens is not None:
+            gone_from = max(held.held_tokens, usage.cached_tokens)
+            gone = gone_of(held, gone_from, self._units)
+        return Told(
+            prompt,
+            usage.cached_tokens,
+            output,
+            usage.reasoning_tokens,
+            why,
+            None if held is None else held.held_tokens,
+            gone,
+            gone_from,
+        )
 
     @property
     def ended(self) -> FinishReason:
@@ -163,6 +180,8 @@ class RemoteSeat(Seat):
         self._position, self._usage, self._units, self._written_tokens = 0, Usage(), len(ids), 0
         self._is_counted, self._ended = False, FinishReason.LENGTH
         engine, hold = self._engine, Hold()
+        salt = engine.salt_of(request)
+        self._held = None if engine.held is None else engine.held.of(ids, salt if engine.found.flavour.salts else "")
         common = common_fields(
             sampling,
             schema,
@@ -170,7 +189,7 @@ class RemoteSeat(Seat):
             engine.found.flavour,
             unit=self.info.unit,
             model=engine.found.model,
-            salt=engine.salt_of(request),
+            salt=salt,
         )
 
         def sent(path: str, fields: Mapping[str, Any]) -> EventLines:
@@ -352,6 +371,14 @@ class RemoteSeat(Seat):
             turn.lines.close()
 
 
+def gone_of(held: HeldPrefix, start: int, prompt_tokens: int) -> str:
+    """What the server gave up of a prompt, of which it reused those before `start`."""
+    stop = min(held.known_tokens, prompt_tokens)
+    if stop <= start or not held.medium:
+        return ""
+    return f"evicted by the upstream server: tokens {start} to {stop}, from {held.medium} {held.gone_s:.0f} s before"
+
+
 class RemoteEngine(Engine):
     """Before one server."""
 
@@ -364,10 +391,15 @@ class RemoteEngine(Engine):
         *,
         seats: int,
         notes: Sequence[str] = (),
+        held: HeldBlocks | None = None,
+        listener: KvListener | None = None,
         fresh_salt: Callable[[], str] = lambda: secrets.token_hex(SALT_BYTES),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`held` is what the server tells that it holds, which the `listener` fills; None: it does not tell."""
         self.client = client
+        self.held = held
+        self._listener = listener
         self.found = found
         self.words = words
         self.info = info
@@ -402,6 +434,10 @@ class RemoteEngine(Engine):
     def end_ids_for_stop(self) -> tuple[int]:
         """The id that stands for all ends."""
         return (min(self.info.end_token_ids),)
+
+    @property
+    def stats(self) -> Mapping[str, Callable[[], object]]:
+        return {} if self.held is None else {"parkd_upstream_kv": self.held.stats}
 
     def late_in(self, seconds: float) -> Cancel:
         """Set once so many seconds have passed."""
@@ -443,4 +479,6 @@ class RemoteEngine(Engine):
         for seat in self._seats:
             seat.reset()
         self.watcher.close()
+        if self._listener is not None:
+            self._listener.close()
         self.client.close()

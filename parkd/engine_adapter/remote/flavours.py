@@ -55,6 +55,8 @@ class Flavour:
     """The field of a message with earlier thinking; empty: it takes none back."""
     transfers: bool = False
     """It takes `kv_transfer_params`."""
+    events: bool = False
+    """It publishes what it keeps of prompts."""
 
 
 _MORE_SAMPLING = {
@@ -82,6 +84,7 @@ VLLM = Flavour(
     counts_always="stream_options.continuous_usage_stats",
     thought_field="reasoning",
     transfers=True,
+    events=True,
 )
 SGLANG = Flavour(
     "SGLang",
@@ -93,6 +96,7 @@ SGLANG = Flavour(
     continues=Continues.BY_FIELDS,
     counts_always="stream_options.continuous_usage_stats",
     thought_field="reasoning_content",
+    events=True,
 )
 LLAMA_SERVER = Flavour(
     "llama-server",

@@ -13,6 +13,8 @@ from parkd.engine_adapter.remote.client import RemoteClient, meaning_of
 from parkd.engine_adapter.remote.engine import RemoteEngine
 from parkd.engine_adapter.remote.finding import Found, ask, found_in
 from parkd.engine_adapter.remote.flavours import HOSTED, LLAMA_SERVER
+from parkd.engine_adapter.remote.held import HeldBlocks
+from parkd.engine_adapter.remote.listening import KvListener
 from parkd.engine_adapter.remote.talk import TalkTemplate
 from parkd.engine_adapter.remote.words import CharacterWords, Words
 from parkd.errors import ModelError, ParkdError, UpstreamDown, UpstreamFailed
@@ -68,13 +70,17 @@ def connect(
             )
         if words is None or doubt is not None:
             words = character_words(found)
+        info = info_of(found, words, config.context_tokens)
+        held, listener = _listened(config, found, words, monotonic)
         return RemoteEngine(
             client,
             found,
             words,
-            info_of(found, words, config.context_tokens),
+            info,
             seats=config.turns,
             notes=notes_of(found, words, doubt),
+            held=held,
+            listener=listener,
             monotonic=monotonic,
         )
     except UpstreamFailed as error:
@@ -84,6 +90,25 @@ def connect(
     except BaseException:
         client.close()
         raise
+
+
+def _listened(
+    config: RemoteConfig, found: Found, words: Words, monotonic: Callable[[], float]
+) -> tuple[HeldBlocks | None, KvListener | None]:
+    """What the server tells that it holds, and who listens to it from now on. Raises ModelError, ConfigError."""
+    if config.events is None:
+        return None, None
+    if not found.flavour.events:
+        raise ModelError(f"--upstream-events: a {found.flavour.name} server publishes no KV events. Leave it out.")
+    if words.unit is not Unit.TOKEN:
+        raise ModelError(
+            "--upstream-events tells of tokens, and prompts are told apart by characters here: name the tokenizer of "
+            "the server's model with --tokenizer, or leave --upstream-events out."
+        )
+    held = HeldBlocks(monotonic)
+    listener = KvListener(held, config.events, config.events_replay)
+    listener.start()
+    return held, listener
 
 
 def doubt_of(client: RemoteClient, found: Found, words: Words) -> str | None:

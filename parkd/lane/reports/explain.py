@@ -272,6 +272,7 @@ def document(explained: Explained) -> Mapping[str, Any]:
     return {
         **summary(explained),
         "began": explained.began_s,
+        "held_tokens": None if report is None else report.held_tokens,
         "read_tokens": timings.prefill_tokens,
         "why": "" if report is None else report.why,
         "divergence": None

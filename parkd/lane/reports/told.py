@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from parkd.types import CacheOutcome, CacheReport, Timings, Told
 
 
-def told_report(report: CacheReport, told: Told | None, *, is_over: bool) -> CacheReport:
+def told_report(
+    report: CacheReport, told: Told | None, *, is_over: bool, own_tokens: Callable[[], int] | None = None
+) -> CacheReport:
     """The report with the server's counts. Nothing is claimed of its state that it does not say; until the turn
-    `is_over` it may still say it."""
+    `is_over` it may still say it. `own_tokens` says how much of the prompt the same key sent before: of what the server
+    gave up, it is told no more (None: all)."""
     if told is None:
         return report
+    gone = told.gone if is_over else ""
+    if gone and own_tokens is not None and own_tokens() <= told.gone_from:
+        gone = ""
     missing = told.why if is_over and told.cached_tokens is None else ""
     return replace(
         report,
@@ -20,7 +27,8 @@ def told_report(report: CacheReport, told: Told | None, *, is_over: bool) -> Cac
         reused_tokens=told.cached_tokens or 0,
         is_known=told.cached_tokens is not None,
         written_tokens=0,
-        why="; ".join(filter(None, (report.why, missing))),
+        why="; ".join(filter(None, (gone, report.why, missing))),
+        held_tokens=told.held_tokens,
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from parkd_engine.families.presets.words import tiny_tokenizer
 
-from parkd.errors import ModelError
-from parkd.types import Unit
+from parkd.errors import ConfigError, ModelError
+from parkd.types import NamedKey, Unit
+from tests.fakes.kv_publisher import BLOCK, FakePublisher, removed, stored
 from tests.fakes.openai_server import OLLAMA, SGLANG, VLLM, Events, FakeUpstream, ended, model_of
-from tests.integration.api.api_harness import Messages
+from tests.integration.api.api_harness import Messages, until
 from tests.integration.remote.remote_kit import before, open_engine
 
 pytestmark = pytest.mark.anyio
@@ -26,6 +27,7 @@ CALLS_TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+ALICE, BOB = NamedKey("alice", "sk-alice-0123456789"), NamedKey("bob", "sk-bob-0123456789")
 
 
 @pytest.fixture
@@ -209,3 +211,49 @@ async def test_a_prompt_beyond_the_context_never_reaches_the_server(folder: Path
         response = await parkd.post(opening())
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert upstream.bodies == []
+
+
+async def test_what_the_server_tells_that_it_holds_is_told_and_what_it_gave_up(
+    upstream: FakeUpstream, model: Model, folder: Path
+) -> None:
+    """The server's events are made by its own rule: blocks of 4 tokens, each with a number."""
+    with FakePublisher(keeps=1000) as publisher:
+        flags = {"upstream_events": publisher.endpoint, "upstream_events_replay": str(publisher.replay_endpoint)}
+        async with before(upstream, named_keys=(ALICE, BOB), tokenizer=str(folder), **flags) as parkd:
+            first = await parkd.chat(opening(), key=ALICE.key)
+            assert "x-parkd-held-tokens" not in first.headers
+            body = upstream.bodies[-1]
+            blocks = len(body["prompt"]) // BLOCK
+            names = list(range(1, blocks + 1))
+            publisher.publish(stored(body["prompt"][: blocks * BLOCK], names, salt=body["cache_salt"]))
+            held = parkd.engine.held
+            assert held is not None
+            await until(lambda: held.stats().blocks == blocks)
+            again = await parkd.chat(opening(), key=ALICE.key)
+            assert again.headers["x-parkd-held-tokens"] == str(blocks * BLOCK)
+            assert "x-parkd-why" not in again.headers
+            publisher.publish(removed(*names[10:]))
+            upstream.forget()
+            await until(lambda: held.stats().gone_blocks == blocks - 10)
+            cold = await parkd.chat(opening(), key=ALICE.key)
+            assert cold.headers["x-parkd-held-tokens"] == str(10 * BLOCK)
+            told = f"evicted by the upstream server: tokens {10 * BLOCK} to {blocks * BLOCK}, from GPU 0 s before"
+            assert cold.headers["x-parkd-why"] == told
+            explained = await parkd.client.get(
+                f"/parkd/explain/{cold.headers['x-request-id']}", headers={"authorization": f"Bearer {ALICE.key}"}
+            )
+            assert (explained.json()["held_tokens"], explained.json()["why"]) == (10 * BLOCK, told)
+            others = await parkd.chat(opening(), key=BOB.key)
+            assert others.headers["x-parkd-held-tokens"] == "0"
+            assert "evicted" not in others.headers.get("x-parkd-why", "")
+            page = parkd.server.proxy.metrics.page().decode()
+            assert f"parkd_upstream_kv_gone_blocks {blocks - 10}.0" in page
+
+
+async def test_events_are_refused_where_nothing_could_be_made_of_them(folder: Path) -> None:
+    with FakeUpstream(VLLM) as upstream, pytest.raises(ModelError, match="--tokenizer"):
+        open_engine(upstream, upstream_events="tcp://127.0.0.1:5557")
+    with FakeUpstream(OLLAMA) as upstream, pytest.raises(ModelError, match="publishes no KV events"):
+        open_engine(upstream, upstream_events="tcp://127.0.0.1:5557")
+    with FakeUpstream(VLLM) as upstream, pytest.raises(ConfigError, match="name both"):
+        open_engine(upstream, upstream_events_replay="tcp://127.0.0.1:5557")
