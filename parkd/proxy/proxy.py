@@ -104,7 +104,7 @@ class Proxy:
             writer = LedgerWriter(
                 services.ledger, services.engine.tokenizer.decode, shows_text=services.config.shows_text
             )
-        self.log = TurnLog(self.metrics, services.trace, writer)
+        self.log = TurnLog(self.metrics, services.trace, writer, services.engine.tokens_in)
         self.runner = TurnRunner(
             services.engine,
             self.lives,

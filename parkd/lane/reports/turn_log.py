@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from parkd.errors import ParkdError
@@ -39,7 +39,15 @@ class TurnTrace(Protocol):
 class TurnLog:
     """Writes numbers and reasons, never text of prompts."""
 
-    def __init__(self, metrics: Metrics, trace: TurnTrace | None, ledger: LedgerWriter | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        trace: TurnTrace | None,
+        ledger: LedgerWriter | None = None,
+        tokens_in: Callable[[int], int] = lambda units: units,
+    ) -> None:
+        """`tokens_in` says how many tokens so many units are, which may be characters."""
+        self._tokens_in = tokens_in
         self._metrics = metrics
         self._trace = trace
         self._ledger = ledger
@@ -58,7 +66,7 @@ class TurnLog:
         requests_log.info(
             "key=%s prompt=%d reused=%d cache=%s wait=%.1fs ttft=%.1fs out=%d why=%s%s",
             turn.caller,
-            turn.report.prompt_tokens if turn.report else len(turn.prompt),
+            turn.report.prompt_tokens if turn.report else self._tokens_in(len(turn.prompt)),
             turn.report.reused_tokens if turn.report else 0,
             turn.report.outcome.value if turn.report else "-",
             turn.timings.wait_s,
@@ -90,10 +98,10 @@ class TurnLog:
         requests_log.info(
             "key=%s prompt=%d reused=%d reading=%d/%d%s",
             turn.caller,
-            len(turn.prompt),
-            progress.reused_tokens,
-            progress.read_tokens,
-            progress.total_tokens,
+            self._tokens_in(len(turn.prompt)),
+            self._tokens_in(progress.reused_tokens),
+            self._tokens_in(progress.read_tokens),
+            self._tokens_in(progress.total_tokens),
             "" if left_s is None or speed is None else f" speed={speed:.0f}tok/s left={left_s:.0f}s",
         )
 

@@ -6,7 +6,7 @@ A key is told of its own turns and conversations; an operator's of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from parkd.lane.live_conversation import LiveConversation
@@ -17,11 +17,13 @@ from parkd.proxy.proxy import Proxy
 from parkd.store.records import name_of
 
 READ_DIGITS = 1
+TokensIn = Callable[[int], int]
+"""Tokens of so many units, which are characters before some servers."""
 
 
 def document(proxy: Proxy, caller: Caller) -> Mapping[str, Any]:
     """Of what `caller` may see."""
-    lane, now_s = proxy.lane, proxy.services.monotonic()
+    lane, now_s, tokens_in = proxy.lane, proxy.services.monotonic(), proxy.services.engine.tokens_in
     running = (*lane.running_turns, *lane.paused_turns)
     return {
         "state": "lost" if proxy.lost is not None else "stopping" if lane.closed else "ok",
@@ -30,9 +32,11 @@ def document(proxy: Proxy, caller: Caller) -> Mapping[str, Any]:
         "shows_text": proxy.config.shows_text,
         "keeps_ledger": proxy.keeps_ledger,
         "is_operator": caller.is_operator,
-        "running": [_running(turn, now_s) for turn in running if is_seen(turn, caller)],
+        "running": [_running(turn, now_s, tokens_in) for turn in running if is_seen(turn, caller)],
         "waiting": [
-            _waiting(turn, place, now_s, caller) for place, turn in enumerate(lane.queue, 1) if is_seen(turn, caller)
+            _waiting(turn, place, now_s, caller, tokens_in)
+            for place, turn in enumerate(lane.queue, 1)
+            if is_seen(turn, caller)
         ],
         "queue_limit": proxy.config.max_queue,
         "seats": _seats(proxy, caller),
@@ -46,11 +50,11 @@ def is_seen(turn: Turn, caller: Caller) -> bool:
     return caller.is_operator or (turn.explained is not None and turn.explained.owner == caller.owner)
 
 
-def _running(turn: Turn, now_s: float) -> Mapping[str, Any]:
+def _running(turn: Turn, now_s: float, tokens_in: TokensIn) -> Mapping[str, Any]:
     report, answer = turn.report, turn.answer
     progress = None if turn.explained is None else turn.explained.progress
     shown: dict[str, Any] = {
-        **_turn(turn),
+        **_turn(turn, tokens_in),
         "phase": "starting",
         "cache": None if report is None else report.outcome.value,
         "reused_tokens": 0 if report is None else report.reused_tokens,
@@ -62,8 +66,8 @@ def _running(turn: Turn, now_s: float) -> Mapping[str, Any]:
     if progress is not None:
         shown["phase"] = "reading"
         shown["reading"] = {
-            "read_tokens": progress.read_tokens,
-            "total_tokens": progress.total_tokens,
+            "read_tokens": tokens_in(progress.read_tokens),
+            "total_tokens": tokens_in(progress.total_tokens),
             "tokens_per_s": _rounded(progress.tokens_per_s),
             "left_s": _rounded(progress.left_s),
         }
@@ -71,7 +75,7 @@ def _running(turn: Turn, now_s: float) -> Mapping[str, Any]:
         shown["phase"] = "answering"
         first_s = answer.first_token_at_s
         decode_s = 0.0 if first_s is None else now_s - first_s - turn.timings.paused_s
-        tokens = answer.output_tokens
+        tokens = tokens_in(answer.output_tokens)
         shown["answer"] = {
             "tokens": tokens,
             "limit_tokens": turn.request.max_output_tokens,
@@ -83,13 +87,18 @@ def _running(turn: Turn, now_s: float) -> Mapping[str, Any]:
     return shown
 
 
-def _waiting(turn: Turn, place: int, now_s: float, caller: Caller) -> Mapping[str, Any]:
+def _waiting(turn: Turn, place: int, now_s: float, caller: Caller, tokens_in: TokensIn) -> Mapping[str, Any]:
     # The place tells how many turns of other keys wait before it.
-    return {**_turn(turn), "place": place if caller.is_operator else None, "waits_s": _rounded(now_s - turn.queued_s)}
+    return {
+        **_turn(turn, tokens_in),
+        "place": place if caller.is_operator else None,
+        "waits_s": _rounded(now_s - turn.queued_s),
+    }
 
 
-def _turn(turn: Turn) -> Mapping[str, Any]:
-    return {"request_id": turn.request_id, "client": turn.caller, "prompt_tokens": len(turn.prompt)}
+def _turn(turn: Turn, tokens_in: TokensIn) -> Mapping[str, Any]:
+    told = turn.report.prompt_tokens if turn.report is not None else tokens_in(len(turn.prompt))
+    return {"request_id": turn.request_id, "client": turn.caller, "prompt_tokens": told}
 
 
 def _seats(proxy: Proxy, caller: Caller) -> list[Mapping[str, Any]]:

@@ -36,7 +36,7 @@ from tests.fakes.openai_server import (
     thought,
 )
 from tests.integration.api.api_harness import Messages, until
-from tests.integration.remote.remote_kit import before, events_of, open_engine
+from tests.integration.remote.remote_kit import Before, before, events_of, open_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -550,6 +550,30 @@ async def test_a_server_that_ignores_the_limit_is_stopped_there(kind: str) -> No
             upstream.script = lambda _: iter([*(said(f"{number} ") for number in range(4)), ended("length")])
             answer = await parkd.chat(opening(), max_tokens=4)
             assert (answer.text, answer.finish_reason) == ("0 1 2 3 ", "length")
+
+
+async def test_what_runs_is_told_in_tokens_and_not_in_characters() -> None:
+    with FakeUpstream(HOSTED) as upstream:
+        held = Held([said("characters " * 20)], [ended()])
+        upstream.script = held
+        async with before(upstream) as parkd:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(parkd.stream, opening())
+                [turn] = await running(parkd)
+                held.go_on.set()
+            characters = len("characters ") * 20
+            assert 0 < turn["answer"]["tokens"] < 0.5 * characters
+            assert 0 < turn["prompt_tokens"] < 0.5 * len(LONG)
+
+
+async def running(parkd: Before) -> list[dict[str, Any]]:
+    """What `/parkd/now` tells of the turns that answer, once one does."""
+    with anyio.fail_after(20):
+        while True:
+            turns: list[dict[str, Any]] = (await parkd.client.get("/parkd/now")).json()["running"]
+            if turns and turns[0]["phase"] == "answering":
+                return turns
+            await anyio.sleep(0.02)
 
 
 async def test_what_came_before_a_stop_string_is_counted() -> None:
