@@ -28,6 +28,8 @@ SEND_DEADLINE_S = 30.0
 LISTENERS_PER_KEY = 8
 LISTENERS = 64
 """Most listeners of all keys together."""
+FIRST_LISTENERS = 64
+"""Beyond them, so many keys that have none may still have one: a few keys do not shut all others out."""
 RETRY_AFTER_S = 5
 LAST_S = 1.0
 """Longest wait for the end of a stream to be sent."""
@@ -60,7 +62,8 @@ class Listeners:
 
     def check(self, owner: str) -> None:
         """Raises QueueFull."""
-        if self._of[owner] >= LISTENERS_PER_KEY or self._of.total() >= LISTENERS:
+        most = LISTENERS if self._of[owner] else LISTENERS + FIRST_LISTENERS
+        if self._of[owner] >= LISTENERS_PER_KEY or self._of.total() >= most:
             raise QueueFull(
                 f"{self._of[owner]} listeners of this key are connected (at most {LISTENERS_PER_KEY}, of all keys "
                 f"{LISTENERS}). Close one, or ask GET /parkd/now from time to time.",

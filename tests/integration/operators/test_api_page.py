@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
+from parkd.errors import QueueFull
 from parkd.lane import disk_worker
 from parkd.ledger.ledger import Ledger
 from parkd.proxy.config import ProxyConfig
-from parkd.proxy.page.events import LISTENERS_PER_KEY, STEP_S
+from parkd.proxy.page.events import FIRST_LISTENERS, LISTENERS, LISTENERS_PER_KEY, STEP_S, Listeners
 from parkd.store.files.disk_jobs import ReadJob, RunAll
 from parkd.store.files.fs import FileSystem
 from parkd.types import NamedKey
@@ -98,6 +99,22 @@ async def test_found_by_use_an_unknown_field_of_a_query_is_refused_everywhere(tm
             twice = await server.client.get("/parkd/turns?limit=5&limit=6")
             assert (twice.status_code, twice.json()["error"]["param"]) == (400, "limit")
             assert (await server.client.get("/slots?fail_on_no_slot=1")).status_code == 200, "of llama-server's clients"
+
+
+def test_found_by_use_a_few_keys_do_not_shut_all_others_out_of_the_events() -> None:
+    listeners = Listeners()
+    with ExitStack() as held:
+        for number in range(LISTENERS):
+            held.enter_context(listeners.place(f"key {number // LISTENERS_PER_KEY}"))
+        for owner in ("key 0", f"key {LISTENERS // LISTENERS_PER_KEY - 1}"):
+            with pytest.raises(QueueFull):
+                listeners.check(owner)
+        for number in range(FIRST_LISTENERS):
+            held.enter_context(listeners.place(f"other {number}"))
+        for owner in ("other 0", "another"):
+            with pytest.raises(QueueFull):
+                listeners.check(owner)
+    assert len(listeners) == 0
 
 
 async def test_without_a_page_a_browser_gets_json_and_the_data_stay() -> None:
