@@ -35,11 +35,10 @@ def check_taken(request: TurnRequest, flavour: Flavour, unit: Unit, *, thinks: b
     for name in (*OPENAI_SAMPLING, *_EXTRA_SAMPLING):
         if getattr(sampling, name) != getattr(_DEFAULTS, name) and _field_for(name, flavour) is None:
             raise InvalidRequest(f"`{name}` cannot be passed on to {here}. Leave it out.", param=name)
-    if sampling.top_logprobs is not None:
+    if sampling.top_logprobs is not None and (unit is Unit.CHARACTER or not flavour.scores):
+        advice = "or start parkd with --tokenizer" if flavour.scores else "or let parkd run the model itself (--model)"
         raise InvalidRequest(
-            "`logprobs` are not passed on from another server. Leave it out, or let parkd run the model itself "
-            "(--model).",
-            param="logprobs",
+            f"`logprobs` are not passed on from {here} like this. Leave it out, {advice}.", param="logprobs"
         )
     if sampling.text_bias and unit is Unit.CHARACTER:
         raise InvalidRequest(

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -25,7 +25,7 @@ from parkd.engine_adapter.http.lines import EventLines
 from parkd.engine_adapter.http.wire import Hold
 from parkd.engine_adapter.remote.bodies import check_taken, common_fields
 from parkd.engine_adapter.remote.client import RemoteClient, meaning_of
-from parkd.engine_adapter.remote.events import Piece, Usage, parse_line
+from parkd.engine_adapter.remote.events import Piece, Score, Usage, parse_line
 from parkd.engine_adapter.remote.finding import Found
 from parkd.engine_adapter.remote.held import HeldBlocks, HeldPrefix
 from parkd.engine_adapter.remote.length import AnswerLength
@@ -71,6 +71,8 @@ class _Turn:
     limit: int | None
     """Most tokens that its client wants."""
     length: AnswerLength
+    top: int | None
+    """Most probable tokens that its client wants with each; None: no logprobs."""
     waiting: list[Piece] = field(default_factory=list)
     """Read, and not yielded yet."""
     is_over: bool = False
@@ -104,6 +106,8 @@ class RemoteSeat(Seat):
         """Of the last answer, as far as it was read."""
         self._is_counted = False
         """The server has ended the last answer itself, so it has counted it if it ever does."""
+        self._scores: list[Score] = []
+        """Of the ids that `generate` yielded, if they were asked for."""
         self._held: HeldPrefix | None = None
         """What the server held of the prompt when it was sent; None: it does not tell."""
 
@@ -156,6 +160,10 @@ class RemoteSeat(Seat):
         )
 
     @property
+    def logprobs(self) -> Sequence[Score]:
+        return self._scores
+
+    @property
     def ended(self) -> FinishReason:
         return self._ended
 
@@ -179,6 +187,7 @@ class RemoteSeat(Seat):
         ids = np.asarray(token_ids, dtype=np.int64)
         self._position, self._usage, self._units, self._written_tokens = 0, Usage(), len(ids), 0
         self._is_counted, self._ended = False, FinishReason.LENGTH
+        self._scores = []
         engine, hold = self._engine, Hold()
         salt = engine.salt_of(request)
         self._held = None if engine.held is None else engine.held.of(ids, salt if engine.found.flavour.salts else "")
@@ -213,7 +222,7 @@ class RemoteSeat(Seat):
             engine.watcher.leave(hold)
             raise
         length = AnswerLength(limit, engine.words.tokens_in, token_events=engine.found.flavour.token_events)
-        self._turn = _Turn(ids, lines, hold, engine.words.answer(request), limit, length)
+        self._turn = _Turn(ids, lines, hold, engine.words.answer(request), limit, length, sampling.top_logprobs)
         return 0
 
     def extend(
@@ -255,7 +264,10 @@ class RemoteSeat(Seat):
                 ids, failed = list[int](), None
                 try:
                     for piece in self._arrived(turn):
-                        ids += turn.answer.ids(piece)
+                        said = turn.answer.ids(piece)
+                        if turn.top is not None:
+                            self._scores += self._scores_of(piece, said, turn.top)
+                        ids += said
                         if piece.finish is not None and self._ended_by(turn, piece.finish.lower()):
                             ids.append(end_id)
                 except ParkdError as error:  # what came before it is the client's
@@ -277,6 +289,17 @@ class RemoteSeat(Seat):
 
     def restore(self, transfer: Transfer) -> None:  # noqa: ARG002
         raise EngineFailure("This server's state cannot be restored.")
+
+    def _scores_of(self, piece: Piece, ids: Sequence[int], top: int) -> list[Score]:
+        """The logprobs of the ids that a piece has; an end that is no part of the answer may have one more. Raises
+        UpstreamFailed."""
+        scores = piece.scores[: len(ids)]
+        if [each.token_id for each in scores] != list(ids):
+            raise UpstreamFailed(
+                "The upstream server does not return the logprobs of its answer by ids. Leave `logprobs` out, or use a "
+                "newer server."
+            )
+        return [replace(each, top=each.top[:top]) for each in scores]
 
     def _ended_by(self, turn: _Turn, why: str) -> bool:
         """Notes that the server has ended the answer. Whether the model did."""
@@ -468,6 +491,9 @@ class RemoteEngine(Engine):
         if scales:
             raise InvalidRequest("This server has no control vectors that a request can name.", param="steering")
         return b""
+
+    def piece(self, token_id: int) -> bytes:
+        return self.words.piece(token_id)
 
     def text_stream(self) -> TextStream:
         return self.words.text_stream()

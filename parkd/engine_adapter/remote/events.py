@@ -24,6 +24,8 @@ from parkd.engine_adapter.http.lines import error_text, field_of
 from parkd.errors import UpstreamFailed
 
 DONE = b"[DONE]"
+TOKEN_NAME = "token_id:"  # noqa: S105
+"""Before an id in place of a token's text."""
 HALF_ESCAPE = rb"\ud"
 """In lower case, how the escape of each half of a character begins."""
 
@@ -35,6 +37,16 @@ class CallPiece:
     index: int
     name: str = ""
     arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A generated token with its logprob. A `ScoredToken`."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable ids in its place, most probable first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,8 @@ class Piece:
     finish: str | None = None
     """Why the answer has ended; None: it goes on."""
     usage: Usage | None = None
+    scores: tuple[Score, ...] = ()
+    """Of `token_ids`, if they were asked for."""
     is_last: bool = False
     """Nothing follows."""
 
@@ -130,7 +144,24 @@ def _piece(document: Mapping[str, Any]) -> Piece:
         prompt_ids=_ids(choice.get("prompt_token_ids") or document.get("prompt_token_ids")),
         finish=choice.get("finish_reason") and str(choice["finish_reason"]),
         usage=usage,
+        scores=tuple(_scores(choice.get("logprobs"))),
     )
+
+
+def _scores(logprobs: Any) -> Iterable[Score]:
+    """Those of a completion that names tokens by their ids (`return_tokens_as_token_ids`)."""
+    if not isinstance(logprobs, Mapping) or not isinstance(logprobs.get("tokens"), list):
+        return
+    tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
+    for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):
+        best = sorted(((_token_id(name), float(each)) for name, each in (top or {}).items()), key=lambda one: -one[1])
+        yield Score(_token_id(token), float(logprob), tuple(best))
+
+
+def _token_id(name: Any) -> int:
+    if not isinstance(name, str) or not name.startswith(TOKEN_NAME):
+        raise TypeError("not the id of a token")
+    return int(name.removeprefix(TOKEN_NAME))
 
 
 def _content(content: Any) -> tuple[str, str]:

@@ -55,6 +55,8 @@ class Flavour:
     """The field of a message with earlier thinking; empty: it takes none back."""
     transfers: bool = False
     """It takes `kv_transfer_params`."""
+    scores: bool = False
+    """`/v1/completions` returns logprobs by ids (`return_tokens_as_token_ids`)."""
     events: bool = False
     """It publishes what it keeps of prompts."""
 
@@ -84,6 +86,7 @@ VLLM = Flavour(
     counts_always="stream_options.continuous_usage_stats",
     thought_field="reasoning",
     transfers=True,
+    scores=True,
     events=True,
 )
 SGLANG = Flavour(

@@ -66,6 +66,9 @@ class Words(Protocol):
 
     def text_stream(self) -> TextStream: ...
 
+    def piece(self, unit: int) -> bytes:
+        """What one unit writes, also if that is part of a character."""
+
     def tokens_in(self, units: int) -> int:
         """How many tokens so many units of a prompt are, about."""
 
@@ -127,6 +130,9 @@ class CharacterWords:
 
     def text_stream(self) -> TextStream:
         return JoinedText()
+
+    def piece(self, unit: int) -> bytes:
+        return self.tokenizer.decode([unit]).encode()
 
     def tokens_in(self, units: int) -> int:
         return max(1, round(units / self._characters_a_token)) if units else 0
@@ -199,6 +205,9 @@ class TokenText(Tokenizer, Protocol):
 
     def text(self) -> TextStream: ...
 
+    def piece(self, token_id: int) -> bytes:
+        """What a token writes."""
+
 
 class TokenWords:
     """For servers that take ids and return those of their answers, where the model's tokenizer is at hand."""
@@ -224,11 +233,12 @@ class TokenWords:
         self.end_token_ids = end_token_ids
         self.vocab_size = vocab_size
         self._text = tokenizer.text
+        self._piece = tokenizer.piece
         self._context_tokens = context_tokens
         control = [tokenizer.encode(token) for token in tokenizer.control_tokens]
         self._ends = end_token_ids | {ids[0] for ids in control if len(ids) == 1}
 
-    def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:  # noqa: ARG002
+    def request(self, ids: Ids, request: TurnRequest | None, limit: int | None) -> tuple[str, dict[str, Any]]:
         room = max(1, self._context_tokens - len(ids))
         body = {
             "prompt": ids,
@@ -236,6 +246,9 @@ class TokenWords:
             "return_token_ids": True,
             "skip_special_tokens": False,  # the text is not read, but some servers return ids as they write text
         }
+        top = None if request is None else request.sampling.top_logprobs
+        if top is not None:
+            body |= {"logprobs": top, "return_tokens_as_token_ids": True}
         return COMPLETIONS_PATH, body
 
     def said_otherwise(
@@ -255,6 +268,9 @@ class TokenWords:
 
     def text_stream(self) -> TextStream:
         return self._text()
+
+    def piece(self, unit: int) -> bytes:
+        return self._piece(unit)
 
     def tokens_in(self, units: int) -> int:
         return units

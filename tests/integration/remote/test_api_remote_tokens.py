@@ -257,3 +257,40 @@ async def test_events_are_refused_where_nothing_could_be_made_of_them(folder: Pa
         open_engine(upstream, upstream_events="tcp://127.0.0.1:5557")
     with FakeUpstream(VLLM) as upstream, pytest.raises(ConfigError, match="name both"):
         open_engine(upstream, upstream_events_replay="tcp://127.0.0.1:5557")
+
+
+async def test_logprobs_are_those_of_the_server(upstream: FakeUpstream, model: Model, folder: Path) -> None:
+    """The server says those of each token by its id; parkd tells the client the tokens' texts."""
+    ids = model.tokenizer.encode("Hello there")
+    says_scores = True
+
+    def script(_body: dict[str, Any]) -> Events:
+        for place, token in enumerate(ids):
+            odds = {f"token_id:{ids[0]}": -3.0, f"token_id:{token}": -0.5 - place, "token_id:7": -0.25}
+            scores = {"tokens": [f"token_id:{token}"], "token_logprobs": [-0.5 - place], "top_logprobs": [odds]}
+            choice = {"index": 0, "text": "x", "token_ids": [token], **({"logprobs": scores} if says_scores else {})}
+            yield {"choices": [choice]}
+        yield {"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}]}
+
+    upstream.script = script
+    async with before(upstream, tokenizer=str(folder)) as parkd:
+        response = await parkd.post(opening(), logprobs=True, top_logprobs=2)
+        if not parkd.engine.found.flavour.scores:
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+            return
+        assert upstream.bodies[-1]["logprobs"] == 2
+        assert upstream.bodies[-1]["return_tokens_as_token_ids"] is True
+        told = response.json()["choices"][0]["logprobs"]["content"]
+        texts = [model.tokenizer.decode([token]) for token in ids]
+        assert [(each["token"], each["logprob"]) for each in told] == [
+            (text, -0.5 - place) for place, text in enumerate(texts)
+        ]
+        seventh = model.tokenizer.decode([7])
+        assert [(each["token"], each["logprob"]) for each in told[1]["top_logprobs"]] == [
+            (seventh, -0.25),
+            (texts[1], -1.5),
+        ]
+        says_scores = False
+        refused = await parkd.post(opening(), logprobs=True)
+        assert refused.status_code == 502
+        assert "logprobs" in refused.json()["error"]["message"]
