@@ -72,7 +72,7 @@ _LLAMA_SERVER = (
     ),
     (_EXACT, "--cache-reuse --keep --lookup-cache-static -lcs"),
     (_NO_SHIFT, "--context-shift --no-context-shift"),
-    (_TEXT_ONLY, "--embedding --embeddings --pooling --reranking --rerank -mv --model-vocoder"),
+    (_TEXT_ONLY, "-mv --model-vocoder"),
     (
         "images are read by the torch engine, from a model directory that has its image processor",
         "-mm --mmproj -mmu --mmproj-url --no-mmproj --mmproj-offload",

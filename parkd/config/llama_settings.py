@@ -12,13 +12,16 @@ from pathlib import Path
 ENGINES = ("auto", "torch", "llama.cpp", "llama-server", "remote")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names, and `int8`, the torch engine's name for q8_0."""
-FLAGS = ("gpu-layers", "split-mode", "tensor-split", "main-gpu", "llama-lib", "flash-attn", "lora", "lora-scaled")
+FLAGS = (
+    *("gpu-layers", "split-mode", "tensor-split", "main-gpu", "llama-lib", "flash-attn", "lora", "lora-scaled"),
+    *("embeddings", "pooling", "reranking"),
+)
 """Settings that only this engine has."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter. It applies to all prompts and answers."""
+    """An adapter. It applies wherever a request does not choose others."""
 
     path: Path
     scale: float = 1.0
@@ -39,6 +42,10 @@ def split_mode(text: str) -> str:
 
 def flash_attn(text: str) -> str:
     return _one_of(("on", "off", "auto"), text)
+
+
+def pooling(text: str) -> str:
+    return _one_of(("mean", "cls", "last", "rank"), text)
 
 
 def shares(text: str) -> tuple[float, ...]:

@@ -106,6 +106,10 @@ def _check_together(values: Mapping[str, Any], named: Set[str]) -> None:
     _check_upstream(values, named)
     if values["kwh-price"] is not None and values["watts"] is None:
         raise ConfigError("--kwh-price needs --watts: what the machine takes while it reads")
+    if values["reranking"] and (values["embeddings"] or values["pooling"] not in (None, "rank")):
+        raise ConfigError("--reranking pools by rank and embeds nothing else: leave out --embeddings and --pooling")
+    if values["pooling"] is not None and not (values["embeddings"] or values["reranking"]):
+        raise ConfigError(f"--pooling {values['pooling']} is for --embeddings: add it")
     devices, split = values["devices"], values["layer-split"]
     if split and len(split) + 1 != len(devices):
         raise ConfigError(
@@ -235,6 +239,8 @@ def _llama(values: Mapping[str, Any]) -> LlamaSettings:
         library=values["llama-lib"],
         flash_attn=values["flash-attn"],
         loras=(*values["lora"], *values["lora-scaled"]),
+        embeddings=values["embeddings"] or values["reranking"],
+        pooling="rank" if values["reranking"] else values["pooling"],
         cache_type_k=values["cache-type-k"],
         cache_type_v=values["cache-type-v"],
         given=tuple(name for name in FLAGS if name in changed),

@@ -13,6 +13,7 @@ from parkd.config.llama_settings import (
     flash_attn,
     library,
     loras,
+    pooling,
     scaled_loras,
     shares,
     split_mode,
@@ -209,6 +210,25 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("llama-lib", "llama.cpp", "PATH", library, None, "libllama, or its folder (the installed one, or found)"),
     Setting("flash-attn", "llama.cpp", "HOW", flash_attn, "auto", "on, off or auto ({})", short=("-fa",)),
     Setting("lora", "llama.cpp", "FILE", loras, (), "adapter, at scale 1; may be repeated", True),
+    Setting(
+        "embeddings",
+        "llama.cpp",
+        "",
+        parsers.switch,
+        False,
+        "also embed texts, for models made for it: /v1/embeddings",
+        short=("--embedding",),
+    ),
+    Setting("pooling", "llama.cpp", "HOW", pooling, None, "how tokens are pooled: mean, cls, last (the file says)"),
+    Setting(
+        "reranking",
+        "llama.cpp",
+        "",
+        parsers.switch,
+        False,
+        "rank documents, for models made for it: /v1/rerank",
+        short=("--rerank",),
+    ),
     Setting("lora-scaled", "llama.cpp", "FILE:SCALE", scaled_loras, (), "the same with its scale", True),
     Setting(
         "draft-tokens", "model", "N", guesses, None, "tokens that the model's draft head guesses per step (auto: none)"

@@ -83,6 +83,10 @@ class LlamaSettings:
     """The library, or its folder; None: the bindings' own, or one that is found."""
     flash_attn: str = default_of("flash-attn")
     loras: tuple[LoraAdapter, ...] = ()
+    embeddings: bool = default_of("embeddings")
+    """Texts are embedded too, or documents ranked if `pooling` is `rank`."""
+    pooling: str | None = None
+    """None: as the model's file says."""
     cache_type_k: str | None = None
     """llama-server's name, or `int8`; None: the library's default."""
     cache_type_v: str | None = None

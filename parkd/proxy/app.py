@@ -23,6 +23,7 @@ from parkd.proxy.dialects.ollama import OllamaChat, OllamaGenerate
 from parkd.proxy.dialects.openai_chat import OpenAIChat
 from parkd.proxy.dialects.openai_completions import OpenAICompletions
 from parkd.proxy.dialects.openai_responses import OpenAIResponses
+from parkd.proxy.embeddings import EmbeddingEndpoints
 from parkd.proxy.endpoints import Endpoints
 from parkd.proxy.guard import Handler, guarded, http_error, server_error
 from parkd.proxy.page.endpoints import PageEndpoints
@@ -75,7 +76,13 @@ def create_app(services: Services) -> Starlette:
         for path, handler in handlers.items():
             endpoint = guarded(proxy.config, proxy.metrics, None, handler, known_fields(path))
             routes.append(Route(path, endpoint, methods=[method]))
-    groups = (ConversationEndpoints(proxy), PortableEndpoints(proxy), BillEndpoints(proxy), RuleEndpoints(proxy))
+    groups = (
+        ConversationEndpoints(proxy),
+        PortableEndpoints(proxy),
+        BillEndpoints(proxy),
+        RuleEndpoints(proxy),
+        EmbeddingEndpoints(proxy),
+    )
     for method, path, handler in (route for group in groups for route in group.routes()):
         endpoint = guarded(proxy.config, proxy.metrics, None, handler, known_fields(path))
         routes.append(Route(path, endpoint, methods=[method]))

@@ -9,15 +9,11 @@ MODELS = "GET /v1/models"
 _OLLAMA = "Of Ollama's API there are /api/chat, /api/generate, /api/tags, /api/show, /api/ps and /api/version."
 _NONE = "This server generates text only; run another one beside it for that."
 
+_EMBED = "Embeddings are at POST /v1/embeddings, if the server was started with --embeddings."
 ADVICE: Mapping[str, str] = {
     "/api/pull": "The model is named when the server starts (--model), a hub id is downloaded then.",
-    "/api/embed": _NONE,
-    "/api/embeddings": _NONE,
-    "/v1/embeddings": _NONE,
-    "/embeddings": _NONE,
-    "/embedding": _NONE,
-    "/v1/rerank": _NONE,
-    "/rerank": _NONE,
+    "/api/embed": _EMBED,
+    "/api/embeddings": _EMBED,
     "/lora-adapters": "GET lists the adapters that were loaded at start; a request sets their scales in `lora`.",
     "/messages": "Anthropic's API is at POST /v1/messages: its base URL has no /v1 at the end.",
     "/responses": "The Responses API is POST /v1/responses: its base URL ends in /v1.",

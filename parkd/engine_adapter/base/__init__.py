@@ -26,6 +26,7 @@ from parkd.engine_adapter.base.engine import (
 )
 from parkd.engine_adapter.base.text import (
     ChatTemplate,
+    Embedder,
     ImageReader,
     Rendered,
     ResponseReader,
@@ -39,6 +40,7 @@ __all__ = [
     "Cancel",
     "CaptureInFlight",
     "ChatTemplate",
+    "Embedder",
     "Engine",
     "EngineInfo",
     "HostExpertsInfo",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
 
-from parkd.engine_adapter.base.text import ChatTemplate, ImageReader, TextStream, Tokenizer
+from parkd.engine_adapter.base.text import ChatTemplate, Embedder, ImageReader, TextStream, Tokenizer
 from parkd.errors import InvalidRequest
 from parkd.state import Checksums, DraftCounts, StateLayout, StateSizes, Transfer
 from parkd.types import FinishReason, ImageSpan, SamplingParams, TextForm, TokenIds, TokenMask, Told, TurnRequest, Unit
@@ -403,6 +403,8 @@ class Engine(ABC):
     """None: the model reads text only."""
     adapters: Sequence[AdapterInfo] = ()
     """The LoRA adapters that requests can choose."""
+    embedder: Embedder | None = None
+    """None: the model embeds no texts."""
 
     @property
     @abstractmethod

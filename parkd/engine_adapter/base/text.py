@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from parkd.state import ImageFacts, ImageSize, ImageTokens
 from parkd.types import Proof
 
@@ -72,6 +75,24 @@ class ImageReader(Protocol):
 
     def facts(self, data: bytes) -> ImageFacts:
         """The facts of an image file. Raises InvalidRequest if it cannot be read or is too large."""
+
+
+class Embedder(Protocol):
+    """Vectors for texts, computed apart from all conversations. Thread-safe, and too slow for the event loop."""
+
+    ranks: bool
+    """Its vectors have one number, how well a document answers a query."""
+    most_tokens: int
+    """The longest text."""
+
+    def tokens(self, text: str) -> list[int]:
+        """The ids of a text, with those that the vocabulary puts around every text."""
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """The ids of a document and the query that it is to answer."""
+
+    def embed(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """`[dimensions]`, as the model gives it: not normalised. Raises EngineFailure."""
 
 
 class TextStream(Protocol):

@@ -17,8 +17,9 @@ import llama_cpp.llama_cpp as low
 import numpy as np
 
 from parkd.config import ModelConfig
-from parkd.engine_adapter.base import ChatTemplate, Engine, EngineInfo, ImageReader, TextStream, Tokenizer
+from parkd.engine_adapter.base import ChatTemplate, Embedder, Engine, EngineInfo, ImageReader, TextStream, Tokenizer
 from parkd.engine_adapter.llama_cpp.cards import block_tokens_for, cuda_runtime, page_locks
+from parkd.engine_adapter.llama_cpp.embedder import LlamaEmbedder
 from parkd.engine_adapter.llama_cpp.library import LlamaModel
 from parkd.engine_adapter.llama_cpp.ranges import PROBE_TOKENS, RangeForm, probe
 from parkd.engine_adapter.llama_cpp.row_moves import LENGTH_BYTES
@@ -72,6 +73,9 @@ class LlamaCppEngine(LlamaSeat, Engine):
         """The chat template's text."""
         self._answer_bytes = AnswerBytes(self._vocabulary, model.vocab)
         self.adapters = model.adapters.infos
+        llama = model.config.llama
+        self._embedder = LlamaEmbedder(model, self._vocabulary, llama.pooling) if llama.embeddings else None
+        self.embedder: Embedder | None = self._embedder
         sizes = self._probe()
         info = self._describe(sizes)
         for seat in (self, *self._beside):
@@ -121,6 +125,8 @@ class LlamaCppEngine(LlamaSeat, Engine):
 
     def close(self) -> None:
         """Frees weights and memory. The engine must not be used afterwards."""
+        if self._embedder is not None:
+            self._embedder.close()
         for seat in self.seats:
             seat.close_seat()
         self.model.close()

@@ -36,6 +36,7 @@ NEEDED = frozenset(
     for name in (
         "adapter_get_alora_n_invocation_tokens",
         *("adapter_lora_init", "backend_init", "batch_free", "batch_init", "context_default_params", "decode", "free"),
+        *("get_embeddings_seq", "pooling_type", "vocab_sep"),
         *("get_logits_ith", "get_memory", "init_from_model", "log_set", "max_devices", "memory_clear", "memory_seq_cp"),
         *("memory_seq_pos_max", "memory_seq_pos_min", "memory_seq_rm", "model_chat_template", "model_default_params"),
         *("model_free", "model_get_vocab", "model_is_hybrid", "model_is_recurrent", "model_load_from_file"),

@@ -91,9 +91,16 @@ class LlamaModel:
             self.pointer, config.llama.loras, lambda path: self._files.file_digest(path, None), self.last_words
         )
 
-    def open_context(self) -> LlamaContext:
-        """Memory for one more conversation. Raises ModelError."""
-        pointer = low.llama_init_from_model(self.pointer, self._context_params())
+    def open_context(self, embeds_tokens: int = 0, pooling: int = low.LLAMA_POOLING_TYPE_NONE) -> LlamaContext:
+        """Memory for one more conversation; or, with `embeds_tokens`, for texts of so many tokens, to be embedded with
+        the library's `pooling`. Raises ModelError."""
+        params = self._context_params()
+        if embeds_tokens:
+            params.n_ctx = params.n_batch = params.n_ubatch = embeds_tokens
+            params.n_seq_max = 1
+            params.embeddings = True
+            params.pooling_type = pooling
+        pointer = low.llama_init_from_model(self.pointer, params)
         if not pointer:
             asked, seats = self.config.layout.context_tokens, self.config.layout.seats or 1
             many = f"{seats} contexts" if seats > 1 else "a context"
@@ -102,7 +109,14 @@ class LlamaModel:
                 f"Start with a smaller --ctx-size{' or --parallel' if seats > 1 else ''}, or another --cache-type-k "
                 f"and --cache-type-v."
             )
-        return LlamaContext(self, pointer)
+        context = LlamaContext(self, pointer)
+        if not context.memory:
+            context.close()
+            raise ModelError(
+                f"{self.name} keeps no state between tokens: it only embeds texts, and holds no conversation. "
+                f"llama-server --embeddings serves such models."
+            )
+        return context
 
     @property
     def architecture(self) -> str:

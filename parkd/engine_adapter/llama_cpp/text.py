@@ -39,15 +39,19 @@ class LlamaTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokens(text, parse_special=True)
 
+    def encode_whole(self, text: str) -> list[int]:
+        """With the tokens that the vocabulary puts around every text."""
+        return self._tokens(text, parse_special=True, add_special=True)
+
     def encode_parts(self, parts: Sequence[str], control: frozenset[str]) -> list[int]:
         return encode_parts_with(self._tokens, self.decode, parts, control)
 
-    def _tokens(self, text: str, *, parse_special: bool) -> list[int]:
+    def _tokens(self, text: str, *, parse_special: bool, add_special: bool = False) -> list[int]:
         data = text.encode()
         room = len(data) + 8
         while True:
             tokens = (ctypes.c_int32 * room)()
-            count = low.llama_tokenize(self._vocab, data, len(data), tokens, room, False, parse_special)
+            count = low.llama_tokenize(self._vocab, data, len(data), tokens, room, add_special, parse_special)
             if count >= 0:
                 return list(tokens[:count])
             room = -count

@@ -18,6 +18,7 @@ from tests.integration.llama.tiny_gguf import (
     write_tiny_dense,
     write_tiny_experts,
     write_tiny_hybrid,
+    write_tiny_reranker,
     write_tiny_sliding,
 )
 
@@ -29,6 +30,7 @@ TINY_MODELS = {
     "tiny-dense": write_tiny_dense,
     "tiny-sliding": write_tiny_sliding,
     "tiny-experts": write_tiny_experts,
+    "tiny-reranker": write_tiny_reranker,
 }
 
 BATCH = 128

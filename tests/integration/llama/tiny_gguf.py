@@ -75,7 +75,12 @@ def write_tiny_hybrid(path: Path, seed: int = 0) -> None:
     _write(writer)
 
 
-def write_tiny_dense(path: Path, seed: int = 0) -> None:
+def write_tiny_reranker(path: Path) -> None:
+    """The same with a head that says how well a document answers, as Qwen3's rerankers have it."""
+    write_tiny_dense(path, labels=("yes", "no"))
+
+
+def write_tiny_dense(path: Path, seed: int = 0, labels: tuple[str, ...] = ()) -> None:
     """Four layers of full attention."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "qwen3")
@@ -88,6 +93,9 @@ def write_tiny_dense(path: Path, seed: int = 0) -> None:
             add(f"{block}.{norm}.weight", EMBED, base=1.0)
         _add_attention(add, block)
         _add_feed_forward(add, block)
+    if labels:
+        writer.add_classifier_output_labels(labels)
+        add("cls.output.weight", len(labels), EMBED)
     _write(writer)
 
 

@@ -231,3 +231,25 @@ def test_llama_cpp_takes_a_number_of_live_conversations(monkeypatch: pytest.Monk
     assert choose_engine(load({"parallel": "3"}, {}).model, GGUF, is_demo=False)[0] == "llama.cpp"
     with pytest.raises(ConfigError, match=r"--parallel auto is for --engine torch.*name a number"):
         choose_engine(load({"parallel": "auto"}, {}).model, GGUF, is_demo=False)
+
+
+def test_embeddings_and_reranking_are_of_llama_cpp_and_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, is_there=True)
+    for flags, expected in (
+        ({}, (False, None)),
+        ({"embeddings": "on"}, (True, None)),
+        ({"embeddings": "on", "pooling": "last"}, (True, "last")),
+        ({"reranking": "on"}, (True, "rank")),
+    ):
+        llama = load(flags, {}).model.llama
+        assert (llama.embeddings, llama.pooling) == expected
+    for flags, said in (
+        ({"pooling": "last"}, "--embeddings: add it"),
+        ({"reranking": "on", "embeddings": "on"}, "leave out --embeddings"),
+        ({"reranking": "on", "pooling": "mean"}, "leave out --embeddings and --pooling"),
+        ({"embeddings": "on", "pooling": "max"}, "mean, cls, last, rank"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load(flags, {})
+    with pytest.raises(ConfigError, match=r"--embeddings is for llama\.cpp"):
+        choose_engine(load({"embeddings": "on"}, {}).model, HUB, is_demo=False)
