@@ -133,6 +133,11 @@ def choose_engine(config: ModelConfig, model: str, *, is_demo: bool) -> tuple[st
             f"--cpu-experts is for --engine torch, and this runs on llama.cpp, since {why}: leave it out, and let "
             f"--gpu-layers name how many layers go to the card"
         )
+    if name == "llama.cpp" and layout.guesses:
+        raise ConfigError(
+            f"--draft-tokens is for draft heads on --engine torch, and this runs on llama.cpp, since {why}: leave "
+            f"it out"
+        )
     if name == "llama.cpp" and layout.seats is None:
         raise ConfigError(
             f"--parallel auto is for --engine torch, and this runs on llama.cpp, since {why}: name a number. Each of "

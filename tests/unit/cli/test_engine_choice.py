@@ -253,3 +253,11 @@ def test_embeddings_and_reranking_are_of_llama_cpp_and_exclude_one_another(monke
             load(flags, {})
     with pytest.raises(ConfigError, match=r"--embeddings is for llama\.cpp"):
         choose_engine(load({"embeddings": "on"}, {}).model, HUB, is_demo=False)
+
+
+@pytest.mark.parametrize("flag", ["draft-tokens", "draft-max"])
+def test_llama_cpp_does_not_pass_over_guesses_that_it_cannot_make(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, is_there=True)
+    with pytest.raises(ConfigError, match=r"--draft-tokens is for draft heads on --engine torch"):
+        choose_engine(load({flag: "3"}, {}).model, GGUF, is_demo=False)
+    assert choose_engine(load({flag: "0"}, {}).model, GGUF, is_demo=False)[0] == "llama.cpp"
