@@ -243,7 +243,8 @@ def publish(folder: Path, form: Published, *, seed: int = 3) -> dict[str, torch.
     for name in sorted(tensors):
         module = name.removesuffix(".weight")
         ending = module.rpartition(".")[2]
-        is_linear = name.endswith("_proj.weight") or module == "lm_head" or ending in ("w1", "w2", "w3")
+        is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or module == "lm_head"
+        is_linear = is_linear or ending in ("w1", "w2", "w3")
         if not is_linear or any(part in module for part in form.alone):
             continue
         rows, columns = tensors[name].shape

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parkd_engine import EngineConfig
+from parkd_engine import EngineConfig, restore
 from parkd_engine.account import ModelMemory
 from parkd_engine.balance import choose_host_layers
 from parkd_engine.families.multimodal import language_model
@@ -25,8 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from parkd.errors import ModelError, UnsupportedModel
+from tests.unit.engine.kit.core_models import read_and_decode, tiny_session, token_ids
 from tests.unit.engine.kit.hybrid_models import hybrid_config, hybrid_model
-from tests.unit.engine.kit.published_weights import FORMATS, publish
+from tests.unit.engine.kit.parking import parked
+from tests.unit.engine.kit.published_weights import FORMATS, Published, fp8, publish
 from tests.unit.engine.kit.quantised_models import KINDS, coded_experts, e2m1, numbers_of, random_codes
 
 EXPERTS, CHOSEN = 4, 2
@@ -148,6 +150,45 @@ def test_a_checkpoint_with_a_layer_for_each_expert(family: str, name: str, tmp_p
     planned = plan_model(str(folder), EngineConfig(("cpu",), context_tokens=64))
     held = {t.data_ptr(): t.nbytes for t in (*loaded.model.parameters(), *_codes(loaded.model))}
     assert abs(dict(planned.memory[0].lines(64))["weights"] - sum(held.values())) < 0.03 * sum(held.values())
+
+
+DEEPSEEK = Published(
+    {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    fp8("weight_scale_inv", (128, 128)),
+)
+"""As the configuration of DeepSeek-V3 has it: what is in full precision, only the files say."""
+
+
+EVEN = {"hidden_size": 256, "moe_intermediate_size": 128}
+"""Whole blocks in a row of experts."""
+
+
+def test_deepseek_v3_as_it_is_published(tmp_path: Path) -> None:
+    """Blocks of 128 that divide neither latents nor heads. A decoded token is multiplied by what the codes of the
+    projection to keys and values mean (`forward.latents`), and what is restored has its bits."""
+    folder, plain = (saved(tmp_path / name, "deepseek-v3", **EVEN) for name in ("model", "plain"))
+    means = publish(folder, DEEPSEEK)
+    save_file(load_file(plain / "model.safetensors") | means, plain / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(folder).model
+    attention = loaded.model.layers[1].self_attn
+    assert all(
+        isinstance(attention.get_submodule(part), QuantisedLinear)
+        for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    )
+    assert len(coded_in(loaded)) == 1
+    assert not isinstance(loaded.lm_head, QuantisedLinear)
+    ids = token_ids(94)
+    session, other = (tiny_session(2, model) for model in (loaded, load(plain).model))
+    mine = read_and_decode(session, ids, decoded=3)
+    for one, theirs in zip(mine, read_and_decode(other, ids, decoded=3), strict=True):
+        torch.testing.assert_close(one, theirs, atol=2e-4, rtol=1e-4)
+    session.truncate(91)
+    plan = parked(session, (), 91)
+    session.reset()
+    session.extend(token_ids(80, seed=4))
+    session.reset()
+    restore(session, plan)
+    assert all(torch.equal(one, session.step(int(token))) for one, token in zip(mine, ids[91:], strict=True))
 
 
 def _codes(model: Any) -> list[torch.Tensor]:
