@@ -86,6 +86,8 @@ class Talks(Choices):
         return len(self.ids(messages, asks=asks))
 
     def ids(self, messages: Messages, *, asks: bool = True) -> list[int]:
+        if not messages:  # Templates refuse that, and there is nothing before the first message.
+            return []
         text = self.engine.template.render(messages, (), {}, add_generation_prompt=asks).text
         return list(self.engine.tokenizer.encode(text))
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from datetime import date
 from pathlib import Path
+from random import Random
 
 import pytest
+from parkd_engine.families.presets.shapes import PRESETS, WITH_HEAD
 
 from tests.integration.lives.api_lives import Life
 from tests.integration.lives.life_dialects import DIALECTS
+from tests.integration.lives.life_families import FamilyLife
 from tests.integration.lives.scripted_lives import ScriptedLife
 
 pytestmark = pytest.mark.anyio
@@ -63,3 +68,17 @@ async def test_a_life_of_answers_cut_at_any_token(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("kind", ON_DISK)
 async def test_a_life_on_disk(kind: str, tmp_path: Path) -> None:
     await Life(kind, 100, tmp_path / "park").go_on(2 * EVENTS)
+
+
+FAMILIES = [name for name in PRESETS if name.startswith("tiny") and WITH_HEAD not in name]
+DAY = int(os.environ.get("PARKD_LIVES_SEED", date.today().toordinal()))
+"""The seed of lives of real families, which differ from day to day; their names say it."""
+DRAWN = Random(DAY).sample(FAMILIES, int(os.environ.get("PARKD_LIVES_FAMILIES", 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [DAY])
+@pytest.mark.parametrize("family", DRAWN)
+async def test_a_life_of_a_real_family(family: str, seed: int, tmp_path: Path) -> None:
+    counts = await FamilyLife(family, seed, tmp_path).go_on(EVENTS // 2)
+    assert counts["restorable"]
