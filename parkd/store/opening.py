@@ -227,10 +227,14 @@ def last_uses(times: Mapping[str, tuple[float, float]], wall_s: float) -> Mappin
     two is in the past, that counts. Of conversations that have neither, the one used last is taken to be used now, and
     the others as long before as their times say.
     """
-    ahead = {name: written_s for name, (written_s, marked_s) in times.items() if min(written_s, marked_s) > wall_s}
+    ahead = {
+        name: written_s if math.isinf(marked_s) else marked_s  # a mark is later, and may be of a clock put right
+        for name, (written_s, marked_s) in times.items()
+        if min(written_s, marked_s) > wall_s
+    }
     latest_s = max(ahead.values(), default=wall_s)
     return {
-        name: wall_s - (latest_s - written_s)
+        name: wall_s - (latest_s - ahead[name])
         if name in ahead
         else max(each for each in (written_s, marked_s) if each <= wall_s)
         for name, (written_s, marked_s) in times.items()

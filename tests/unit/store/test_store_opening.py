@@ -138,6 +138,12 @@ def test_the_later_time_that_is_not_in_the_future_is_the_last_use(
     assert last_uses({"one": (written_s, marked_s)}, 100.0) == {"one": used_s}
 
 
+def test_found_by_use_of_two_times_in_the_future_the_mark_counts() -> None:
+    """One was written by a clock that ran ahead, and marked by one that was right: it is no newer than the other."""
+    times = {"ahead": (9000.0, 150.0), "right": (180.0, math.inf), "past": (40.0, 50.0)}
+    assert last_uses(times, 100.0) == {"ahead": 70.0, "right": 100.0, "past": 50.0}
+
+
 def test_blocks_are_numbered_where_no_block_on_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fs, times, drawn = FaultFs(), Still(), [7, 7, 9]
     randbits = secrets.randbits
