@@ -105,7 +105,7 @@ has-llama-cpp: $(stamp)
 	@test -e $(llama_stamp) || $(bin)/python -m pip --disable-pip-version-check cache list 'llama_cpp_python-0.3.36*' | grep -q whl
 
 test-llama-cpp: $(llama_stamp)
-	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _alone.py _bits.py _blocks.py _canary.py _embeddings.py _library.py _seats.py)
+	$(bin)/pytest $(PYTEST_ARGS) $(addprefix tests/integration/llama/test_llama_cpp,.py _adapters.py _alone.py _bits.py _blocks.py _canary.py _embeddings.py _library.py _placement.py _seats.py)
 
 # vLLM and parkd want different versions of transformers, so vLLM has an environment of its own. torch comes first and
 # alone, as it does for parkd; parkd without its extra torch changes nothing of what vLLM wants. SGLang and LMCache are

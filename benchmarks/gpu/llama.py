@@ -1,8 +1,9 @@
 """llama.cpp on a card: parking and restoring over the link, and turns over HTTP beside llama.cpp's own server.
 
-python -m benchmarks.gpu.llama file PATH [--size small|8b]            a GGUF file of random Q4_0 weights
+python -m benchmarks.gpu.llama file PATH [--size small|8b|moe]        a GGUF file of random Q4_0 weights
 python -m benchmarks.gpu.llama link PATH [--tokens N] [--kv TYPE]     copies of a conversation; its bits must come back
 python -m benchmarks.gpu.llama turns PATH [--a N] [--b N] [--server LLAMA_SERVER]
+python -m benchmarks.gpu.llama restart PATH [--a N]                   A again, by a server started over the same files
 
 `turns` asks parkd, and the server if one is named, the same: A, B, A grown by a turn, B again at once behind a grown
 A, and A with its last message edited. Each prints JSON.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -35,20 +37,29 @@ from tests.integration.llama.tiny_gguf import add_vocabulary
 SIZES = {
     "small": {"layers": 4, "embed": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512},
     "8b": {"layers": 36, "embed": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 12288},
+    "moe": {"layers": 12, "embed": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 768, "experts": 128},
 }
-"""`8b`: the layers of Qwen3-8B. The vocabulary is that of bytes, so that a text has as many tokens as letters."""
+"""`8b`: the layers of Qwen3-8B; `moe`: a quarter of those of Qwen3-30B-A3B. The vocabulary is that of bytes, so that a
+text has as many tokens as letters."""
+EXPERTS_USED = 8
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18
 """Of Q4_0: a half-precision scale and 32 codes of 4 bits."""
 REPEATS = 3
 TAIL_TOKENS = 64
 ANSWER_TOKENS = 16
 START_DEADLINE_S = 150.0
+STOP_DEADLINE_S = 60.0
 TURN_DEADLINE_S = 120.0
 
 
 def write_model(path: Path, size: str, seed: int = 0) -> None:
     shape, rng = SIZES[size], np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "qwen3")
+    experts = shape.get("experts", 0)
+    writer = gguf.GGUFWriter(path, "qwen3moe" if experts else "qwen3")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(EXPERTS_USED)
+        writer.add_expert_feed_forward_length(shape["ffn"])
     writer.add_name(f"random-{size}")
     writer.add_block_count(shape["layers"])
     writer.add_context_length(1 << 17)
@@ -64,10 +75,11 @@ def write_model(path: Path, size: str, seed: int = 0) -> None:
     blocks = rng.integers(0, 256, (1 << 20, BLOCK_BYTES), dtype=np.uint8)
     blocks[:, :2] = np.frombuffer(np.float16(0.004).tobytes(), dtype=np.uint8)
 
-    def add(name: str, rows: int, columns: int) -> None:
-        count = rows * columns // BLOCK_WEIGHTS
+    def add(name: str, *shape: int) -> None:
+        """`shape` outermost first."""
+        count = math.prod(shape) // BLOCK_WEIGHTS
         start = int(rng.integers(0, len(blocks) // 2))
-        data = np.resize(blocks[start:], (count, BLOCK_BYTES)).reshape(rows, -1)
+        data = np.resize(blocks[start:], (count, BLOCK_BYTES)).reshape(*shape[:-1], -1)
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
 
     def ones(name: str, count: int) -> None:
@@ -87,6 +99,13 @@ def write_model(path: Path, size: str, seed: int = 0) -> None:
         add(f"{block}.attn_k.weight", kv, embed)
         add(f"{block}.attn_v.weight", kv, embed)
         add(f"{block}.attn_output.weight", embed, inner)
+        if experts:
+            router = rng.standard_normal((experts, embed)).astype(np.float32) * 0.02
+            writer.add_tensor(f"{block}.ffn_gate_inp.weight", router)
+            add(f"{block}.ffn_gate_exps.weight", experts, shape["ffn"], embed)
+            add(f"{block}.ffn_up_exps.weight", experts, shape["ffn"], embed)
+            add(f"{block}.ffn_down_exps.weight", experts, embed, shape["ffn"])
+            continue
         add(f"{block}.ffn_gate.weight", shape["ffn"], embed)
         add(f"{block}.ffn_up.weight", shape["ffn"], embed)
         add(f"{block}.ffn_down.weight", embed, shape["ffn"])
@@ -125,21 +144,22 @@ class Calls:
             setattr(sequence, name, self._timed(name, getattr(sequence, name)))
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
+        def timed(*given: Any, **named: Any) -> Any:
             began_s = time.perf_counter()
-            found = call(*given)
+            found = call(*given, **named)
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - began_s
             return found
 
         return timed
 
 
-def link(path: Path, tokens: int, kv: str, copy_bytes: int, ways: list[int]) -> dict[str, Any]:
-    """`copy_bytes` and, in turn, each of `ways` (threads that sum) stand in for parkd's own, to see what they are
-    worth."""
+def link(path: Path, tokens: int, kv: str, copy_bytes: int, ways: list[tuple[int, int]]) -> dict[str, Any]:
+    """`copy_bytes` and, in turn, each of `ways` (blocks copied at once, threads that sum) stand in for parkd's own, to
+    see what they are worth."""
     from parkd.config import LlamaSettings, ModelConfig
     from parkd.engine_adapter.llama_cpp import cards
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
+    from parkd.engine_adapter.llama_cpp.ranges import CellRanges
     from parkd.engine_adapter.llama_cpp.row_moves import RowMoves
     from parkd.identity.chain import prefix_hashes
     from parkd.state import EngineConfig
@@ -147,6 +167,7 @@ def link(path: Path, tokens: int, kv: str, copy_bytes: int, ways: list[int]) -> 
     from parkd.store.store import ConversationStore
 
     cards.COPY_BYTES = copy_bytes
+    cards.COPIES_AT_ONCE = max(copies for copies, _ in ways)
     never = threading.Event()
     llama = LlamaSettings(cache_type_k=kv, cache_type_v=kv)
     with tempfile.TemporaryDirectory() as home:
@@ -188,26 +209,29 @@ def link(path: Path, tokens: int, kv: str, copy_bytes: int, ways: list[int]) -> 
 
         moves, number, calls = engine._moves, 0, Calls(engine.sequence)
         seen: list[dict[str, Any]] = []
-        for sum_threads in ways:
+
+        def take(copies: int, sum_threads: int) -> None:
             if isinstance(moves, RowMoves):
-                moves._threads.shutdown()
+                moves.close()
                 moves._threads = ThreadPoolExecutor(sum_threads)
+                moves._ranges = CellRanges(engine.sequence, moves._ranges.form, min(copies, engine.model.copies))
+
+        for way in ways:
+            take(*way)
             took = []
             for _ in range(REPEATS):
                 calls.spent.clear()
                 parked, measured = park(number)
                 took.append(measured)
                 number += 1
-            seen.append({"sum_threads": sum_threads, "park": took, "restore_s": []})
+            seen.append({"copies": way[0], "sum_threads": way[1], "park": took, "restore_s": []})
             seen[-1]["park_calls_s"] = dict(calls.spent)
         stayed = go_on()
         engine.reset()
         engine.extend(other[: min(tokens, 8192)], cancel=never)
         equal = []
-        for sum_threads, each in zip(ways, seen, strict=True):
-            if isinstance(moves, RowMoves):
-                moves._threads.shutdown()
-                moves._threads = ThreadPoolExecutor(sum_threads)
+        for way, each in zip(ways, seen, strict=True):
+            take(*way)
             for _ in range(REPEATS):
                 engine.reset()
                 calls.spent.clear()
@@ -265,7 +289,7 @@ def served(name: str, command: list[str], port: int, log: Path) -> Iterator[http
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(STOP_DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -345,28 +369,53 @@ def turns(path: Path, a_tokens: int, b_tokens: int, server: str | None, cache_mi
             command += ["--host", "127.0.0.1", "--cache-ram", str(cache_mib), "-b", "2048"]
             with served("llama-server", command, port, Path(folder) / "llama-server.log") as client:
                 found["llama-server"] = conversation(client, a_tokens, b_tokens)
-        port = free_port()
-        command = [sys.executable, "-m", "parkd", "serve", "--engine", "llama.cpp", "--model", str(path)]
-        command += ["--ctx-size", str(context), "--port", str(port), "--host", "127.0.0.1"]
-        command += ["--conversation-cache-mib", str(cache_mib), "--batch-size", "2048"]
-        log = Path(folder) / "parkd.log"
-        with served("parkd", command, port, log) as client:
+        with parkd(path, context, cache_mib, Path(folder)) as client:
             found["parkd"] = conversation(client, a_tokens, b_tokens)
             page = client.get("/metrics").text
             found["moved"] = [line for line in page.splitlines() if line.startswith("parkd_moved")]
-        found["log"] = log.read_text()[-3000:]
+        found["log"] = (Path(folder) / "parkd.log").read_text()[-3000:]
+    return found
+
+
+@contextmanager
+def parkd(path: Path, context: int, cache_mib: int, folder: Path, *more: str) -> Iterator[httpx.Client]:
+    port = free_port()
+    command = [sys.executable, "-m", "parkd", "serve", "--engine", "llama.cpp", "--model", str(path)]
+    command += ["--ctx-size", str(context), "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--conversation-cache-mib", str(cache_mib), "--batch-size", "2048", *more]
+    with served("parkd", command, port, folder / "parkd.log") as client:
+        yield client
+
+
+def restart(path: Path, a_tokens: int, cache_mib: int) -> dict[str, Any]:
+    """A and its next turn, with the server stopped and started in between."""
+    found: dict[str, Any] = {}
+    a = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": letters(a_tokens, 1)}]
+    with tempfile.TemporaryDirectory() as folder:
+        disk = ["--park-dir", f"{folder}/parked", "--conversation-cache-disk-mib", str(cache_mib)]
+        with parkd(path, a_tokens + 4096, cache_mib, Path(folder), *disk) as client:
+            found["A1"] = ask(client, a)
+            began_s = time.perf_counter()
+        found["stopped_s"] = time.perf_counter() - began_s
+        a += [{"role": "assistant", "content": found["A1"]["text"]}, {"role": "user", "content": "And then?"}]
+        began_s = time.perf_counter()
+        with parkd(path, a_tokens + 4096, cache_mib, Path(folder), *disk) as client:
+            found["started_s"] = time.perf_counter() - began_s
+            found["A2"] = ask(client, a)
+    for turn in ("A1", "A2"):
+        del found[turn]["text"]
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("file", "link", "turns"))
+    parser.add_argument("what", choices=("file", "link", "turns", "restart"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--kv", default="f16")
     parser.add_argument("--copy-bytes", type=int, default=2 << 20)
-    parser.add_argument("--sum-threads", default="4", help="threads that sum; several numbers are tried in turn")
+    parser.add_argument("--ways", default="3:8", help="blocks copied at once and threads that sum; several are tried")
     parser.add_argument("--a", type=int, default=85_600)
     parser.add_argument("--b", type=int, default=14_500)
     parser.add_argument("--cache-mib", type=int, default=40_000)
@@ -376,8 +425,11 @@ def main() -> int:
         write_model(asked.path, asked.size)
         return 0
     if asked.what == "link":
-        ways = [int(threads) for threads in asked.sum_threads.split(",")]
+        pairs = [way.split(":") for way in asked.ways.split(",")]
+        ways = [(int(copies), int(threads)) for copies, threads in pairs]
         found = {"link": link_bytes_per_s(), **link(asked.path, asked.tokens, asked.kv, asked.copy_bytes, ways)}
+    elif asked.what == "restart":
+        found = restart(asked.path, asked.a, asked.cache_mib)
     else:
         found = turns(asked.path, asked.a, asked.b, asked.server, asked.cache_mib)
     print(json.dumps(found, indent=1))

@@ -25,7 +25,7 @@ _NO_SHIFT = "a conversation is never cut to fit; leave it out, and set the conte
 _TEXT_ONLY = "this server generates text only"
 _HUB = "the quantisation is named with the model: --model owner/name:Q4_K_M"
 _OWN_HEAD = "only a model's own draft head guesses: --draft-tokens"
-_LAYERS = "layers and experts are placed by --devices, or --gpu-layers and --tensor-split with llama.cpp"
+_LAYERS = "layers are placed by --devices, or with llama.cpp by --gpu-layers, --tensor-split and --cpu-moe"
 _TEMPLATE = "a template is a file: --chat-template-file"
 _PROXY = "put a proxy with TLS in front"
 _THINKING = "each request limits its thinking with `thinking_budget` or `reasoning_effort`"
@@ -79,7 +79,7 @@ _LLAMA_SERVER = (
     ),
     (
         _LAYERS,
-        "-cmoe --cpu-moe -ncmoe --n-cpu-moe -ot --override-tensor -dev --device --list-devices -fit --fit --rpc",
+        "-ot --override-tensor -dev --device --list-devices -fit --fit --rpc",
     ),
     (
         _ROTARY,

@@ -13,7 +13,8 @@ ENGINES = ("auto", "torch", "llama.cpp", "llama-server", "remote")
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "int8", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """llama-server's names, and `int8`, the torch engine's name for q8_0."""
 FLAGS = (
-    *("gpu-layers", "split-mode", "tensor-split", "main-gpu", "llama-lib", "flash-attn", "lora", "lora-scaled"),
+    *("gpu-layers", "split-mode", "tensor-split", "main-gpu", "cpu-moe", "n-cpu-moe", "llama-lib", "flash-attn"),
+    *("lora", "lora-scaled"),
     *("embeddings", "pooling", "reranking"),
 )
 """Settings that only this engine has."""

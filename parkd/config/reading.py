@@ -236,6 +236,8 @@ def _llama(values: Mapping[str, Any]) -> LlamaSettings:
         split_mode=values["split-mode"],
         tensor_split=values["tensor-split"],
         main_gpu=values["main-gpu"],
+        cpu_moe=values["cpu-moe"],
+        n_cpu_moe=values["n-cpu-moe"],
         library=values["llama-lib"],
         flash_attn=values["flash-attn"],
         loras=(*values["lora"], *values["lora-scaled"]),

@@ -79,6 +79,10 @@ class LlamaSettings:
     split_mode: str = default_of("split-mode")
     tensor_split: tuple[float, ...] = ()
     main_gpu: int = default_of("main-gpu")
+    cpu_moe: bool = default_of("cpu-moe")
+    """The experts of all layers are in the memory of the host."""
+    n_cpu_moe: int = default_of("n-cpu-moe")
+    """Those of the first layers."""
     library: Path | None = None
     """The library, or its folder; None: the bindings' own, or one that is found."""
     flash_attn: str = default_of("flash-attn")

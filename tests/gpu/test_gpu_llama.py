@@ -15,7 +15,7 @@ import pytest
 from parkd.state import BLOCK_TOKENS, Grain, RowRun, StageTransfer, Transfer
 from tests.integration.llama import tiny_gguf
 from tests.integration.llama.llama_cpp_kit import loaded
-from tests.integration.llama.test_llama_cpp_bits import NEVER, compare, converse, logits_of, some_tokens, whole_state
+from tests.integration.llama.test_llama_cpp_bits import NEVER, capture, converse, logits_of, some_tokens, whole_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 low = pytest.importorskip("llama_cpp.llama_cpp", reason="llama-cpp-python is not installed")
@@ -24,16 +24,20 @@ if not low.llama_supports_gpu_offload():
 
 LENGTHS = (700, 2500)
 """Tokens: inside the first block of a card, and beyond it."""
+ROUNDED = 0.05
+"""Logits, which reach 11 here, differ by less. Seen were 0.005, from 32-bit sums against those of tensor cores."""
 PLACEMENTS = {
     "all": {},
     "half": {"gpu_layers": 2},
     "none": {"gpu_layers": 0},
+    "experts": {"cpu_moe": True},
 }
 SHAPES = ("tiny-dense", "tiny-sliding", "tiny", "tiny-experts")
 TYPES = (("f16", "on"), ("f16", "off"), ("q8_0", "on"), ("q4_0", "on"))
 CASES = [
     (shape, cache_type, flash_attn, placement)
     for shape, (cache_type, flash_attn), placement in itertools.product(SHAPES, TYPES, PLACEMENTS)
+    if placement != "experts" or shape == "tiny-experts"
 ]
 
 
@@ -46,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_restored_on_a_card_goes_on_as_if_it_had_never_left(
     case: tuple[str, str, str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What comes back is what was parked, and it goes on with the bits of what stayed: where experts are on both sides,
+    which is told at start, with logits that differ by rounding at most."""
     name, cache_type, flash_attn, placement = case
     monkeypatch.setattr(tiny_gguf, "HEAD_DIM", 64)
     options = {"cache_type_k": cache_type, "cache_type_v": cache_type, "flash_attn": flash_attn}
@@ -55,27 +61,53 @@ def test_restored_on_a_card_goes_on_as_if_it_had_never_left(
         is_whole = flash_attn == "off" and placement != "none"
         assert (engine.info.layout.grain is Grain.OPAQUE) == is_whole
         for length in LENGTHS:
-            if is_whole:
-                compare_whole(engine, length)
-            else:
-                compare(engine, length, 70)
-                compare(engine, length, 2, length // 2)
+            places = [None] if is_whole and engine.info.layout.fixed_bytes else [None, length // 2]
+            for place in places:
+                once, again = stayed(engine, length, place), stayed(engine, length, place)
+                returned = left(engine, length, place)
+                if engine.model.splits_experts:
+                    assert np.abs(once[0] - returned[0]).max() < ROUNDED, (length, place)
+                else:
+                    assert same(once, again), (length, place)
+                    assert same(once, returned), (length, place)
 
 
-def compare_whole(engine, length: int) -> None:
-    """A state that is moved whole: a conversation that stayed, and one that left in between."""
-    seen = []
-    for leaves in (False, True):
-        converse(engine, length, None)
-        engine.checkpoint()
-        if leaves:
-            run = RowRun(0, engine.position, np.empty(engine.state_sizes(()).whole, dtype=np.uint8))
-            parked = Transfer(engine.info.layout.digest, 0, run.stop, BLOCK_TOKENS, (StageTransfer((run,), ()),))
-            sums = engine.capture(parked)
-            engine.reset()
-            engine.extend(some_tokens(8, length + 61), cancel=NEVER)
-            engine.restore(replace(parked, checksums=sums.rows, fixed_checksums=sums.fixed))
-        engine.extend(some_tokens(7, 70), cancel=NEVER)
-        engine.checkpoint()
-        seen.append((logits_of(engine, [40, 41]), whole_state(engine)))
-    assert all(np.array_equal(here, there) for here, there in zip(*seen, strict=True))
+def stayed(engine, length: int, place: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and the whole state of a conversation that went on from `place`, or its end."""
+    converse(engine, length, place)
+    engine.checkpoint()
+    if place is not None:
+        engine.truncate(place)
+    return go_on(engine, place)
+
+
+def left(engine, length: int, place: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one that was parked, while another one ran."""
+    converse(engine, length, place)
+    engine.checkpoint()
+    if engine.info.layout.grain is Grain.ROWS:
+        parked = capture(engine, place)
+    else:
+        run = RowRun(0, engine.position, np.empty(engine.state_sizes(()).whole, dtype=np.uint8))
+        parked = Transfer(engine.info.layout.digest, 0, run.stop, BLOCK_TOKENS, (StageTransfer((run,), ()),))
+        sums = engine.capture(parked)
+        parked = replace(parked, checksums=sums.rows, fixed_checksums=sums.fixed, resume_at=place)
+    if place is not None:
+        engine.truncate(place)
+    before = whole_state(engine)
+    engine.reset()
+    engine.extend(some_tokens(8, length + 61), cancel=NEVER)
+    engine.restore(parked)
+    assert np.array_equal(whole_state(engine), before), (length, place)
+    return go_on(engine, place)
+
+
+def go_on(engine, place: int | None) -> tuple[np.ndarray, np.ndarray]:
+    rest = some_tokens(7, 70 if place is None else 2)
+    engine.extend(rest[:-1], cancel=NEVER)
+    engine.checkpoint()
+    return logits_of(engine, [*rest[-1:], 40, 41]), whole_state(engine)
+
+
+def same(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> bool:
+    return all(np.array_equal(here, there) for here, there in zip(one, other, strict=True))

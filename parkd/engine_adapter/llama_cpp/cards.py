@@ -1,5 +1,5 @@
-"""What is known of cards without asking llama.cpp, which has no interface for it: how long a copy must be, and how host
-memory is page-locked for its backend."""
+"""What is known of cards without asking llama.cpp, which has no interface for it: how long a copy must be, how many are
+made at once, and how host memory is page-locked for its backend."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ COPY_BYTES = 2 << 20
 each copy, which costs some 10 microseconds beside its bytes."""
 MOST_BLOCK_TOKENS = 2048
 """A block is what a turn copies again if it ended inside it, and what conversations share as a whole."""
+COPIES_AT_ONCE = 3
+"""Blocks of a card. While the library changes cells for one, or waits for the end of a copy, the link moves another."""
 MAPS = Path("/proc/self/maps")
 RUNTIME = "libcudart.so"
 DRIVERS = ("libcuda.so.1", "nvcuda.dll")
@@ -29,6 +31,11 @@ def block_tokens_for(key_bytes: int, uses_cards: bool) -> int:
     while uses_cards and tokens < MOST_BLOCK_TOKENS and tokens * key_bytes < COPY_BYTES:
         tokens *= 2
     return tokens
+
+
+def copies_at_once(uses_cards: bool, has_fixed_state: bool) -> int:
+    """Each needs a sequence, for which the library would reserve windows and recurrent state too."""
+    return COPIES_AT_ONCE if uses_cards and not has_fixed_state else 1
 
 
 def runtime_path(maps: Iterable[str]) -> str | None:

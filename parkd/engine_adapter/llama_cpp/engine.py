@@ -108,10 +108,23 @@ class LlamaCppEngine(LlamaSeat, Engine):
     @property
     def notes(self) -> tuple[str, ...]:
         """What its user should know at start."""
-        asked, most = self.model.config.layout.context_tokens or 0, self.model.model_tokens
-        if not 0 < most < asked:
-            return ()
-        return (f"--ctx-size {asked:,} is more than the model was made for: it has {most:,} tokens",)
+        found, model, llama = [], self.model, self.model.config.llama
+        asked, most = model.config.layout.context_tokens or 0, model.model_tokens
+        if 0 < most < asked:
+            found.append(f"--ctx-size {asked:,} is more than the model was made for: it has {most:,} tokens")
+        if (llama.cpu_moe or llama.n_cpu_moe) and not model.has_experts:
+            found.append("--cpu-moe and --n-cpu-moe change nothing: this model has no experts")
+        if model.without_graphs:
+            found.append(
+                "without flash attention, llama.cpp's CUDA graphs can compute other keys and values each time: they "
+                "are switched off, which may slow answers. --flash-attn on avoids it, where the model allows it"
+            )
+        if model.splits_experts:
+            found.append(
+                "experts are computed by a card and by the processor: how llama.cpp's sums round then depends on what "
+                "it computed before, so logits of the same state can differ slightly"
+            )
+        return tuple(found)
 
     def piece(self, token_id: int) -> bytes:
         return self._vocabulary.piece(token_id)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from gguf import GGMLQuantizationType
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.llama_cpp.adapters import Adapters
+from parkd.engine_adapter.llama_cpp.cards import copies_at_once
 from parkd.engine_adapter.llama_cpp.objects import computing_objects, library_folder
 from parkd.errors import EngineFailure, ModelError
 from parkd.model_files.cache import ModelCache
@@ -33,15 +36,29 @@ BATCH_TOKENS = 512
 """The default number of tokens in a chunk of a prompt."""
 MOST_PHYSICAL_BATCH = 512
 """The most tokens of a batch that are computed at once."""
-SEQUENCES = 2
-"""The live one, and the one through which ranges of its cells are moved."""
 LOG_LINES = 8
 WARN_LEVEL = 3
+HAS_CELLS = b"state_read_meta: cell_count"
+"""How the line begins that the library logs when it has found the cells for a state (llama.cpp:
+`llama_kv_cache::state_read_meta`). After it, only bytes are copied."""
+NO_FLASH = (b"Flash Attention not supported", b"flash_attn is not compatible")
+"""What the library warns of when it does without flash attention although nobody switched it off (llama.cpp:
+`llama_context::resolve_fused_ops`, `llama_init_from_model`)."""
+GRAPHS_VARIABLE = "GGML_CUDA_DISABLE_GRAPHS"
+"""Read by the CUDA backend when it first computes."""
 _SHARD_MARK = "-00001-of-"
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 PLAIN_TYPES = ("f32", "f16", "bf16")
 """Types of values that attention without flash attention reads."""
 _FLASH = {"auto": -1, "off": 0, "on": 1}
+_EXPERTS = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps"
+"""What the tensors of experts are called, after the number of the layer (llama.cpp: `LLM_TENSOR_NAMES`)."""
+
+
+class _Override(ctypes.Structure):
+    """llama.h: `llama_model_tensor_buft_override`."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 class LibraryLog:
@@ -49,16 +66,38 @@ class LibraryLog:
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        self.has_no_flash = False
+        """The library does without flash attention."""
+        self._at_cells: dict[int, Callable[[], None]] = {}
+        """What to call on each thread that sets a state."""
         self._callback = low.llama_log_callback(self._take)
         low.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _take(self, level: int, text: bytes, _data: Any) -> None:
         if level >= WARN_LEVEL and text.strip():
             self._lines.append(text.decode(errors="replace").strip())
+            self.has_no_flash |= any(words in text for words in NO_FLASH)
+        elif self._at_cells and text.startswith(HAS_CELLS):
+            self._at_cells.get(threading.get_ident(), _nothing)()
+
+    @contextmanager
+    def at_cells(self, call: Callable[[], None]) -> Iterator[None]:
+        """Calls it when the library, called on this thread meanwhile, has found the cells for a state. A library that
+        does not say so never calls it."""
+        thread = threading.get_ident()
+        self._at_cells[thread] = call
+        try:
+            yield
+        finally:
+            del self._at_cells[thread]
 
     @property
     def last(self) -> str:
         return " / ".join(self._lines) or "the library gave no reason"
+
+
+def _nothing() -> None:
+    pass
 
 
 class LlamaModel:
@@ -77,6 +116,7 @@ class LlamaModel:
         # Referenced for as long as the library may call or read them.
         self._on_progress = low.llama_progress_callback(self._advance)
         self._tensor_split = (ctypes.c_float * max(1, low.llama_max_devices()))(*config.llama.tensor_split)
+        self._overrides = _experts_on_host(experts_on_host(config.llama.cpu_moe, config.llama.n_cpu_moe))
         self.pointer = low.llama_model_load_from_file(os.fsencode(self.file), self._model_params())
         if not self.pointer:
             raise ModelError(
@@ -86,6 +126,8 @@ class LlamaModel:
         self.vocab = low.llama_model_get_vocab(self.pointer)
         self.model_tokens = max(0, int(low.llama_model_n_ctx_train(self.pointer)))
         """The longest context that the model was made for; 0 if its file does not say."""
+        self.copies = copies_at_once(self.uses_cards, self.is_recurrent or self.window_tokens > 0)
+        """How many ranges of cells are copied at once. Each needs a sequence."""
         self._files = ModelCache(config.cache_dir)
         self.adapters = Adapters(
             self.pointer, config.llama.loras, lambda path: self._files.file_digest(path, None), self.last_words
@@ -109,6 +151,8 @@ class LlamaModel:
                 f"Start with a smaller --ctx-size{' or --parallel' if seats > 1 else ''}, or another --cache-type-k "
                 f"and --cache-type-v."
             )
+        if self.without_graphs:  # nothing was computed yet
+            os.environ[GRAPHS_VARIABLE] = "1"
         context = LlamaContext(self, pointer)
         if not context.memory:
             context.close()
@@ -154,6 +198,23 @@ class LlamaModel:
         return bool(low.llama_supports_gpu_offload()) and self.config.llama.gpu_layers != 0
 
     @property
+    def without_graphs(self) -> bool:
+        """CUDA graphs are switched off: without flash attention, the same prompt left other keys and values the first
+        time than later, by far more than rounding; with them off, always the same (ggml 0.25.3 on an H200)."""
+        return self.uses_cards and (self.config.llama.flash_attn == "off" or self._log.has_no_flash)
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(int(self.entry(f"{self.architecture}.expert_count") or 0))
+
+    @property
+    def splits_experts(self) -> bool:
+        """Some experts are computed by cards and others by the processor."""
+        llama, layers = self.config.llama, self.layers
+        on_host = llama.cpu_moe or llama.n_cpu_moe > 0 or (llama.gpu_layers is not None and llama.gpu_layers <= layers)
+        return self.has_experts and self.uses_cards and on_host
+
+    @property
     def chat_template(self) -> str | None:
         if self.config.chat_template_file is not None:
             return self.config.chat_template_file.read_text()
@@ -183,11 +244,19 @@ class LlamaModel:
         parts += [cache.file_digest(path, None) for path in objects]
         parts += [name.encode() for name in below]
         parts += [f"{' '.join(llama.cache_types)} {llama.flash_attn}".encode()]
+        if on_host := experts_on_host(llama.cpu_moe, llama.n_cpu_moe):
+            parts += [on_host.encode()]
+        if self.without_graphs:
+            parts += [GRAPHS_VARIABLE.encode()]
         parts += self.adapters.identity()
         for part in parts:
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
         return hasher.digest()
+
+    def at_cells(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `LibraryLog.at_cells`."""
+        return self._log.at_cells(call)
 
     def last_words(self) -> str:
         """The last lines of the library's log, for an error message."""
@@ -221,6 +290,8 @@ class LlamaModel:
         params.main_gpu = llama.main_gpu
         if llama.tensor_split:
             params.tensor_split = self._tensor_split
+        if self._overrides is not None:
+            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         params.progress_callback = self._on_progress
         return params
 
@@ -230,8 +301,8 @@ class LlamaModel:
         params.n_ctx = capped(config.layout.context_tokens, self.model_tokens)
         params.n_batch = self.batch_tokens
         params.n_ubatch = min(self.batch_tokens, MOST_PHYSICAL_BATCH)
-        params.n_seq_max = SEQUENCES
-        params.kv_unified = True  # one pool of cells, so that a cell may belong to both
+        params.n_seq_max = 1 + self.copies  # the live one, and those through which ranges of its cells are moved
+        params.kv_unified = True  # one pool of cells, so that a cell may belong to two
         params.n_threads = params.n_threads_batch = threads
         params.type_k, params.type_v = map(_type, config.llama.cache_types)
         params.flash_attn_type = _FLASH[config.llama.flash_attn]
@@ -291,6 +362,23 @@ class LlamaContext:
         if self.pointer:
             low.llama_free(self.pointer)
             self.pointer = self.memory = None
+
+
+def experts_on_host(all_layers: bool, first_layers: int) -> str | None:
+    """A regular expression of the tensors that stay in the memory of the host; None: all go where their layer goes."""
+    if all_layers:
+        return _EXPERTS
+    numbers = "|".join(map(str, range(first_layers)))
+    return rf"^blk\.({numbers}){_EXPERTS}" if numbers else None
+
+
+def _experts_on_host(pattern: str | None) -> ctypes.Array[_Override] | None:
+    """What the library is told: a list that ends with an empty entry."""
+    if pattern is None:
+        return None
+    host = low._lib.ggml_backend_cpu_buffer_type
+    host.restype = ctypes.c_void_p
+    return (_Override * 2)(_Override(pattern.encode(), host()), _Override())
 
 
 def capped(asked: int | None, model_tokens: int) -> int:

@@ -1,9 +1,9 @@
 """Capture and restore of a conversation as blocks of rows and, where the model has any, a partial state.
 
-    capture   | copy block | copy block | ...            each is summed behind its copy, by other threads
-              :            | sum        | sum
-    restore   | sum        | sum        | ...            each is compared before the library sees it
-              :            | copy block | copy block
+    capture   | copy blocks | copy blocks | ...           each is summed behind its copy, by other threads
+              :             | sum         | sum
+    restore   | sum         | sum         | ...           each is compared before the library sees it
+              :             | copy blocks | copy blocks
 
 The fixed part of a checkpoint is the library's partial state, padded to the size of full windows, and its length.
 """
@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import xxhash
 
-from parkd.engine_adapter.llama_cpp.ranges import CellRanges
+from parkd.engine_adapter.llama_cpp.ranges import CellRanges, Rows
 from parkd.engine_adapter.llama_cpp.sequence import PARTIAL
 from parkd.engine_adapter.llama_cpp.timeline import Timeline
 from parkd.errors import EngineFailure, RestoreFailed
 from parkd.state import Bytes, Checksums, StageLayout, StageTransfer, Sums, Transfer
 
-SUM_THREADS = 4
-"""One of them sums at 10 to 20 GB/s, and a link moves up to 55."""
+SUM_THREADS = 8
+"""One of them sums at 8 to 20 GB/s, and a link moves up to 55."""
 LENGTH_BYTES = 8
 """At the end of a fixed part: how much of it is the partial state."""
 
@@ -53,10 +53,7 @@ class RowMoves:
         [stage] = transfer.stages
         if transfer.stop > timeline.position:
             raise EngineFailure(f"The engine is at {timeline.position}, not at {transfer.stop}: nothing can be parked.")
-        rows = []
-        for start, stop, block in self._blocks(stage, transfer.block_tokens):
-            self._ranges.read(start, stop, block)
-            rows.append(self._sum(block))
+        rows = [self._sum(block) for block in self._ranges.read(self._blocks(stage, transfer.block_tokens))]
         for part in stage.fixed:
             self._pad(timeline.partial_at(part.position), part.buffer)
         return BlockCapture(rows, [self._sum(part.buffer) for part in stage.fixed])
@@ -68,18 +65,24 @@ class RowMoves:
         blocks = list(self._blocks(stage, transfer.block_tokens))
         self._check(transfer, stage, len(blocks))
         assert transfer.checksums is not None, "checked"
-        sums = [self._sum(block) for _, _, block in blocks]
+        expected_sums = transfer.checksums[:, 0]
+        sums = [self._sum(block.state) for block in blocks]
         fixed = _sums([self._sum(part.buffer) for part in stage.fixed])
         if stage.fixed and (transfer.fixed_checksums is None or not np.array_equal(fixed, transfer.fixed_checksums)):
             raise RestoreFailed("A checksum of the parked state does not match its bytes.")
+
+        def verified() -> Iterator[Rows]:
+            for block, found, expected in zip(blocks, sums, expected_sums, strict=True):
+                if found.result() != expected:
+                    raise RestoreFailed("A checksum of the parked state does not match its bytes.")
+                yield block
+
         try:
             if not timeline.keep(transfer.start, ranges):
                 raise RestoreFailed(f"llama.cpp refused to cut its memory at {transfer.start} tokens.")
-            for (start, stop, block), found, expected in zip(blocks, sums, transfer.checksums[:, 0], strict=True):
-                if found.result() != expected:
-                    raise RestoreFailed("A checksum of the parked state does not match its bytes.")
-                if not ranges.write(start, stop, block):
-                    raise RestoreFailed(f"llama.cpp refused the tokens {start} to {stop}: {timeline.last_words()}")
+            if refused := ranges.write(verified()):
+                where = f"{refused.start} to {refused.stop}"
+                raise RestoreFailed(f"llama.cpp refused the tokens {where}: {timeline.last_words()}")
         finally:
             for future in sums:
                 future.cancel()
@@ -91,6 +94,7 @@ class RowMoves:
             timeline.stand_at(transfer.position)
 
     def close(self) -> None:
+        self._ranges.close()
         self._threads.shutdown()
 
     def _check(self, transfer: Transfer, stage: StageTransfer, blocks: int) -> None:
@@ -106,14 +110,14 @@ class RowMoves:
         ):
             raise RestoreFailed("The parked state does not fit what is live.")
 
-    def _blocks(self, stage: StageTransfer, block_tokens: int) -> Iterator[tuple[int, int, Bytes]]:
-        """First row, end and bytes of each block, ascending."""
+    def _blocks(self, stage: StageTransfer, block_tokens: int) -> Iterator[Rows]:
+        """Ascending."""
         for run in stage.rows:
             at = 0
             for start in range(run.start, run.stop, block_tokens):
                 stop = min(start + block_tokens, run.stop)
                 size = self._layout.block_bytes(stop - start)
-                yield start, stop, run.buffer[at : at + size]
+                yield Rows(start, stop, run.buffer[at : at + size])
                 at += size
             assert at == run.buffer.nbytes, "a run has other bytes than its blocks"
 

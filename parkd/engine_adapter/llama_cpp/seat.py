@@ -211,4 +211,4 @@ class LlamaSeat(Seat):
     def _moves_of(self, form: RangeForm | None) -> RowMoves | WholeMoves:
         if form is None:
             return WholeMoves(self.timeline)
-        return RowMoves(self.timeline, CellRanges(self.sequence, form), self.info.layout.stages[0])
+        return RowMoves(self.timeline, CellRanges(self.sequence, form, self.model.copies), self.info.layout.stages[0])

@@ -1,5 +1,5 @@
-"""The live sequence in the context's memory: tokens go in, logits and state come out. A second one (`ranges.py`) has
-cells only while some of the live ones are moved.
+"""The live sequence in the context's memory: tokens go in, logits and state come out. Others (`ranges.py`) have cells
+only while some of the live ones are moved.
 
     positions   pos_min ............ pos_max        (-1, -1) when it is empty
                 |-- in memory ------------|-- position: where the next token goes
@@ -112,9 +112,13 @@ class Sequence:
         size = low.llama_state_seq_get_data_ext(self._context, _pointer(buffer), buffer.nbytes, number, flags)
         return int(size) == buffer.nbytes
 
-    def write_state(self, buffer: Bytes, flags: int, number: int = SEQUENCE) -> bool:
-        """Sets the state from the buffer. False if the library does not take all of it; the memory is then invalid."""
-        size = low.llama_state_seq_set_data_ext(self._context, _pointer(buffer), buffer.nbytes, number, flags)
+    def write_state(
+        self, buffer: Bytes, flags: int, number: int = SEQUENCE, *, on_cells: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Sets the state from the buffer. False if the library does not take all of it; the memory is then invalid.
+        `on_cells` may be called, on this thread, when the state has its cells and is still to be copied into them."""
+        with self._model.at_cells(on_cells):
+            size = low.llama_state_seq_set_data_ext(self._context, _pointer(buffer), buffer.nbytes, number, flags)
         return int(size) == buffer.nbytes
 
     def share(self, number: int, start: int, stop: int) -> None:

@@ -5,6 +5,7 @@ The reference is the library's own state of the whole sequence and its logits, o
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from tests.integration.llama.llama_cpp_kit import loaded, opening, turn_after
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install parkd[llama-cpp])")
 
+import llama_cpp.llama_cpp as low
+
+from parkd.engine_adapter.llama_cpp.ranges import RANGE, CellRanges, Rows
 from tests.integration.llama.test_llama_cpp_bits import (
     NEVER,
     capture,
@@ -28,14 +32,16 @@ from tests.integration.llama.test_llama_cpp_bits import (
 )
 
 LENGTH = 2 * BLOCK_TOKENS + 90
+LONG = 4 * BLOCK_TOKENS + 70
 CASES = [
-    ("tiny", "f16", "auto"),
-    ("tiny-sliding", "q8_0", "auto"),
-    ("tiny-dense", "f16", "auto"),
-    ("tiny-dense", "q8_0", "on"),
-    ("tiny-dense", "f16", "off"),
-    ("tiny-experts", "q4_0", "on"),
+    ("tiny", "f16", "auto", 1),
+    ("tiny-sliding", "q8_0", "auto", 1),
+    ("tiny-dense", "f16", "auto", 1),
+    ("tiny-dense", "q8_0", "on", 3),
+    ("tiny-dense", "f16", "off", 3),
+    ("tiny-experts", "q4_0", "on", 2),
 ]
+"""With how many blocks are copied at once, as on cards."""
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("llama-cpp-blocks")
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def loaded_engine(request: pytest.FixtureRequest, folder: Path):
-    name, cache_type, flash_attn = request.param
+    name, cache_type, flash_attn, copies = request.param
     types = {"cache_type_k": cache_type, "cache_type_v": cache_type, "flash_attn": flash_attn}
-    with loaded(name, folder, **types) as engine:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr("parkd.engine_adapter.llama_cpp.library.copies_at_once", lambda _cards, _fixed: copies)
+        engine = stack.enter_context(loaded(name, folder, **types))
+        patch.undo()
         if engine.uses_cards and flash_attn == "off":
             pytest.skip("on cards such a state is moved whole")
         yield engine
@@ -73,6 +82,12 @@ def same(one, other) -> bool:
 def zeroed(stage: StageTransfer) -> StageTransfer:
     runs = tuple(replace(run, buffer=np.zeros_like(run.buffer)) for run in stage.rows)
     return StageTransfer(runs, tuple(replace(part, buffer=np.zeros_like(part.buffer)) for part in stage.fixed))
+
+
+def tagged(engine) -> list[int]:
+    """How far the sequences reach through which blocks are moved; -1 where none has cells."""
+    memory, copies = engine.context.memory, engine.model.copies
+    return [low.llama_memory_seq_pos_max(memory, RANGE + number) for number in range(copies)]
 
 
 def joined(first: Transfer, second: Transfer) -> Transfer:
@@ -246,11 +261,66 @@ def test_cells_out_of_order_are_not_parked(engine) -> None:
     stage, ranges = engine.info.layout.stages[0], engine._moves._ranges
     size = stage.block_bytes(BLOCK_TOKENS)
     engine.reset()
-    assert ranges.write(BLOCK_TOKENS, 2 * BLOCK_TOKENS, run.buffer[size : 2 * size])
-    assert ranges.write(0, BLOCK_TOKENS, run.buffer[:size])
+    later = Rows(BLOCK_TOKENS, 2 * BLOCK_TOKENS, run.buffer[size : 2 * size])
+    assert ranges.write([later, Rows(0, BLOCK_TOKENS, run.buffer[:size])]) is None
+    places = ((200, 400), (0, 200), (300, 500))  # the first is not in order, and the others are on their way
     with pytest.raises(EngineFailure, match="in order"):
-        ranges.read(0, 300, np.empty(stage.block_bytes(300), dtype=np.uint8))
+        list(ranges.read(Rows(*place, np.empty(stage.block_bytes(200), dtype=np.uint8)) for place in places))
+    assert set(tagged(engine)) == {-1}
     engine.reset()
+
+
+def test_many_blocks_leave_and_come_back_as_one_by_one(engine) -> None:
+    converse(engine, LONG, None)
+    engine.checkpoint()
+    parked, [stage] = capture(engine, None), engine.info.layout.stages
+    assert set(tagged(engine)) == {-1}
+    one_by_one = CellRanges(engine.sequence, engine._moves._ranges.form)
+    for start in range(0, LONG, BLOCK_TOKENS):
+        rows = Rows(start, min(start + BLOCK_TOKENS, LONG), np.zeros(0, dtype=np.uint8))
+        rows = replace(rows, state=np.zeros(stage.block_bytes(rows.stop - start), dtype=np.uint8))
+        [state] = one_by_one.read([rows])
+        at = start // BLOCK_TOKENS * stage.block_bytes(BLOCK_TOKENS)
+        assert np.array_equal(parked.stages[0].rows[0].buffer[at : at + state.nbytes], state), start
+    stayed = go_on(engine)
+    engine.reset()
+    engine.extend(some_tokens(8, 700), cancel=NEVER)
+    engine.restore(parked)
+    assert set(tagged(engine)) == {-1}
+    assert same(go_on(engine), stayed)
+
+
+def test_one_of_many_blocks_is_damaged(engine) -> None:
+    """Others are being copied when it is found; the next conversation is read into an empty memory."""
+    converse(engine, LONG, None)
+    engine.checkpoint()
+    stayed, parked = whole_state(engine), capture(engine, None)
+    [stage] = engine.info.layout.stages
+    parked.stages[0].rows[0].buffer[3 * stage.block_bytes(BLOCK_TOKENS) + 5000] ^= 1
+    with pytest.raises(RestoreFailed, match="checksum"):
+        engine.restore(parked)
+    assert (engine.position, set(tagged(engine))) == (0, {-1})
+    converse(engine, LONG, None)
+    engine.checkpoint()
+    assert np.array_equal(whole_state(engine), stayed)
+
+
+def test_the_library_tells_when_a_state_has_its_cells(engine) -> None:
+    """Before they are filled: only then may others be changed."""
+    if engine.info.layout.fixed_bytes:
+        pytest.skip("its blocks are moved one by one")
+    converse(engine, 300, None)
+    engine.checkpoint()
+    form, seen = engine._moves._ranges.form, []
+    rows = Rows(0, 300, np.zeros(form.bytes_of(300), dtype=np.uint8))
+    list(engine._moves._ranges.read([rows]))
+    engine.reset()
+
+    def on_cells() -> None:
+        seen.append(low.llama_memory_seq_pos_max(engine.context.memory, RANGE))
+
+    assert engine.sequence.write_state(rows.state, 0, RANGE, on_cells=on_cells)
+    assert 299 in seen
 
 
 def test_a_part_that_does_not_fit_what_is_live_is_refused(engine) -> None:

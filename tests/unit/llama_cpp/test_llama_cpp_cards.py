@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from parkd.engine_adapter.llama_cpp import cards
-from parkd.engine_adapter.llama_cpp.cards import block_tokens_for, has_nvidia_card, page_locks, runtime_path
+from parkd.engine_adapter.llama_cpp.cards import (
+    block_tokens_for,
+    copies_at_once,
+    has_nvidia_card,
+    page_locks,
+    runtime_path,
+)
 
 MAPS = """\
 7f00a0000000-7f00a0001000 r--p 00000000 fe:00 12  /usr/lib/libc.so.6
@@ -34,6 +40,15 @@ def test_the_runtime_is_found_among_mapped_files() -> None:
 )
 def test_blocks_on_cards_are_long_enough_for_a_link(key_bytes: int, uses_cards: bool, tokens: int) -> None:
     assert block_tokens_for(key_bytes, uses_cards) == tokens
+
+
+@pytest.mark.parametrize(
+    ("uses_cards", "has_fixed_state", "is_one"), [(False, False, True), (True, True, True), (True, False, False)]
+)
+def test_several_blocks_are_copied_at_once_where_that_costs_no_memory(
+    uses_cards: bool, has_fixed_state: bool, is_one: bool
+) -> None:
+    assert (copies_at_once(uses_cards, has_fixed_state) == 1) == is_one
 
 
 def test_memory_is_locked_for_all_cards_and_unlocked() -> None:
