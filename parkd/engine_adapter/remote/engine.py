@@ -145,8 +145,8 @@ class RemoteSeat(Seat):
             output = self._written_tokens
         why = "" if usage.cached_tokens is not None else UNSAID if self._is_counted else CUT
         held, gone, gone_from = self._held, "", 0
-        if held is not None and usage.cached_tokens is not None:
-            gone_from = max(held.held_tokens, usage.cached_tokens)
+        if held is not None:  # what it gave up is known even if it does not count what it reused
+            gone_from = max(held.held_tokens, usage.cached_tokens or 0)
             gone = gone_of(held, gone_from, self._units)
         return Told(
             prompt,

@@ -243,6 +243,9 @@ async def test_what_the_server_tells_that_it_holds_is_told_and_what_it_gave_up(
                 f"/parkd/explain/{cold.headers['x-request-id']}", headers={"authorization": f"Bearer {ALICE.key}"}
             )
             assert (explained.json()["held_tokens"], explained.json()["why"]) == (10 * BLOCK, told)
+            upstream.tells_cached = False
+            uncounted = await parkd.chat(opening(), key=ALICE.key)
+            assert uncounted.headers["x-parkd-why"].startswith(f"{told}; ")
             others = await parkd.chat(opening(), key=BOB.key)
             assert others.headers["x-parkd-held-tokens"] == "0"
             assert "evicted" not in others.headers.get("x-parkd-why", "")
