@@ -12,6 +12,7 @@ from parkd.answers.stops import StopStrings
 from parkd.answers.token_trail import TokenTrail
 from parkd.engine_adapter.base import Cancel, Engine, Seat
 from parkd.lane.events import joined_events
+from parkd.lane.seating import AHEAD_TOKENS
 from parkd.lane.thread.work import NextStep, Work, finished
 from parkd.state import DraftCounts
 from parkd.types import (
@@ -65,6 +66,8 @@ class AnswerLoop:
     monotonic: Callable[[], float]
     pause: Cancel = field(default_factory=Flag)
     """Set when the answer is to rest after the present step."""
+    bound: int | None = None
+    """Rows of the seat at which the answer rests too, before a step may need more; None: it has all that it needs."""
     answer: Answer = field(default_factory=Answer)
     timings: Callable[[Answer], Timings] | None = None
     """What the turn took so far, if each piece of the answer is to say it."""
@@ -83,8 +86,8 @@ class AnswerLoop:
 
     def work(self) -> Work[bool]:
         """Says before each step that it comes. Ends at an end token, a stop string in the answer's text, the limit, the
-        context's end, or when `cancel` is set. False if the answer only rests, because `pause` is set: call it again
-        once the seat holds the same state.
+        context's end, or when `cancel` is set. False if the answer only rests, because `pause` is set or it is at its
+        `bound`: call it again once the seat holds the same state.
 
         Raises EngineFailure; `answer` then holds what was generated.
         """
@@ -150,7 +153,7 @@ class AnswerLoop:
                 if self.cancel.is_set():
                     answer.reason = FinishReason.CANCELLED
                     break
-                if self.pause.is_set() and self._may_rest:
+                if (self.pause.is_set() or self._is_at_bound) and self._may_rest:
                     return False
         finally:
             answer.drafts = self.seat.drafts
@@ -170,6 +173,11 @@ class AnswerLoop:
             self.answer.reasoning_tokens += stop - taken if thinks else 0
             self._take(self._text_of(ids[taken:stop], known + taken))
             taken = stop
+
+    @property
+    def _is_at_bound(self) -> bool:
+        """A step less than it has room for: another one may come before the answer can rest."""
+        return self.bound is not None and self.seat.position + 2 * (AHEAD_TOKENS + 1) > self.bound
 
     def _text_of(self, ids: Sequence[int], known: int) -> str:
         """The text of the ids, of which the first is the answer's token number `known`."""

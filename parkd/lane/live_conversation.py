@@ -195,7 +195,7 @@ class LiveConversation:
 
     async def truncate(self, position: int) -> None:
         try:
-            await self._call_and_refresh(self.seat.truncate, position)
+            await self._call_and_refresh(_cut, self.seat, position)
         except RestoreFailed:  # it is empty now
             self._set_rows(self._no_rows())
             raise
@@ -661,6 +661,14 @@ def _begin_and_prove(seat: Seat, turn: Turn, limit: int | None) -> int:
     if prompt.proof is not None:
         prompt.proof()
     return position
+
+
+def _cut(seat: Seat, position: int) -> None:
+    """Truncates, unless the rows of a seat that is not held were taken for an answer in another a moment ago: then
+    raises RestoreFailed."""
+    if seat.position < position:
+        raise RestoreFailed("The live state was lost a moment ago.")
+    seat.truncate(position)
 
 
 def _restore_rows(seat: Seat, lease: Lease, tail: PromptTail | None) -> int:

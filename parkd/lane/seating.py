@@ -27,6 +27,27 @@ def most_rows(prompt_tokens: int, limit: int | None, context_tokens: int) -> int
     return min(context_tokens, prompt_tokens + limit + AHEAD_TOKENS)
 
 
+def first_rows(prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
+    """The rows that a turn has for sure when it begins. An answer that grows beyond waits until it can have more."""
+    return most_rows(prompt_tokens, ANSWER_TOKENS if limit is None else min(limit, ANSWER_TOKENS), context_tokens)
+
+
+def is_safe(row_tokens: int, turns: Sequence[tuple[int, int]], block_tokens: int = BLOCK_TOKENS) -> bool:
+    """Whether turns can be under way at once, each with (the rows that it has, the most that it can come to have): all
+    fit now, and there is an order in which each can end, with the rows that those before it give back. So whoever
+    waits for more rows gets them in the end (the banker's algorithm)."""
+    left = rows_left(row_tokens, [rows for rows, _ in turns], block_tokens)
+    needs = sorted(
+        (rows_taken(most, block_tokens) - rows_taken(rows, block_tokens), rows_taken(rows, block_tokens))
+        for rows, most in turns
+    )
+    for need, held in needs:  # whoever needs least goes first: if it cannot end, nobody can
+        if left < max(0, need):
+            return False
+        left += held
+    return True
+
+
 def rows_left(row_tokens: int, under_way: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> int:
     """Rows of `row_tokens` that turns under way, which may come to have `under_way` rows each, leave to others."""
     return row_tokens - sum(rows_taken(rows, block_tokens) for rows in under_way)

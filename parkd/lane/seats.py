@@ -48,14 +48,19 @@ class Seats:
     def turn_in(self, live: LiveConversation) -> Turn | None:
         return self._turns.get(live)
 
-    def take(self, live: LiveConversation, turn: Turn) -> None:
-        """Gives a free seat to a turn that has none."""
+    def take(self, live: LiveConversation, turn: Turn, *, keeps: bool = True) -> None:
+        """Gives a free seat to a turn that has none. Unless it `keeps` rows that are live there, others may have them
+        until `hold`: a turn has no more rows than it was promised, and what it finds in its seat may be more."""
         assert live not in self._turns
         assert self.of(turn) is None
         self._turns[live] = turn
-        live.seat.is_held = True
+        live.seat.is_held = keeps
         self._lives.remove(live)
         self._lives.append(live)
+
+    def hold(self, live: LiveConversation) -> None:
+        """What is live in a seat is its turn's from now on."""
+        live.seat.is_held = True
 
     def give_back(self, turn: Turn) -> None:
         """Frees the turn's seat, if it has one."""

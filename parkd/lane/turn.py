@@ -53,6 +53,8 @@ class Turn:
     """It is paused, so the engine and its live state are another's."""
     pauses: Pauses | None = None
     """None: it was never paused."""
+    row_tokens: int = 0
+    """The rows that it has for sure, where all seats have theirs together; 0: those with which it begins."""
     live_tokens: int = 0
     """Tokens of its prompt whose state is in its seat: others may have it copied. 0 while it is paused."""
     places: tuple[int, ...] | None = None

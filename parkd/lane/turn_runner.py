@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import anyio
 import numpy as np
 
 from parkd.answers.base import OutputFormat, Parser
@@ -46,7 +47,7 @@ from parkd.lane.reports.told import told_report, told_timings
 from parkd.lane.reports.turn_log import TurnLog
 from parkd.lane.retention import Retention
 from parkd.lane.returns import Returns
-from parkd.lane.seating import most_rows, rows_left
+from parkd.lane.seating import AHEAD_TOKENS, ANSWER_TOKENS, first_rows, is_safe, most_rows
 from parkd.lane.seats import Seats
 from parkd.lane.start import Start, cold_start
 from parkd.lane.turn import Pauses, Turn, output_limit
@@ -73,6 +74,8 @@ from parkd.types import (
 
 log = logging.getLogger(__name__)
 CALL_ID_BYTES = 12
+ROOM_STEP_S = 0.25
+"""How often an answer that waits for rows looks whether it is to be paused, or nobody reads it any more."""
 START_LIMIT = 4
 """How often a turn looks for its start, if what it would restore goes before it is leased: turns beside it end, and
 park more in its place. After that it reads cold."""
@@ -120,16 +123,30 @@ class TurnRunner:
         self._monotonic = monotonic
         self.lane: Lane[Turn] | None = None
         """Where turns are paused; None: none is."""
+        self._freed = anyio.Event()
+        """Set when a turn has given back its rows, and then a new one."""
         self.forecast = Forecast(engine.info, costs, max_output_tokens)
 
     def may_join(self, turn: Turn, beside: Sequence[Turn]) -> bool:
         """Whether a turn can be under way beside others: steered as they are, and with room for all their rows."""
-        info = self._engine.info
         if any(other.prompt.key.steering != turn.prompt.key.steering for other in beside):
             return False
+        return self._fits(turn, self._rows_of(turn), beside)
+
+    def _fits(self, turn: Turn, rows: int, beside: Sequence[Turn]) -> bool:
+        """Whether a turn can have so many rows beside others, and all of them what they may come to need in the end."""
+        info = self._engine.info
         if not info.row_tokens:
             return True
-        return rows_left(info.row_tokens, self._rows_of((turn, *beside)), info.layout.block_tokens) >= 0
+        turns = [(rows, self._most_rows(turn)), *((self._rows_of(each), self._most_rows(each)) for each in beside)]
+        return is_safe(info.row_tokens, turns, info.layout.block_tokens)
+
+    def _rows_of(self, turn: Turn) -> int:
+        """The rows that a turn has for sure."""
+        return turn.row_tokens or first_rows(len(turn.prompt), self._limit(turn), self._engine.info.context_tokens)
+
+    def _most_rows(self, turn: Turn) -> int:
+        return most_rows(len(turn.prompt), self._limit(turn), self._engine.info.context_tokens)
 
     def awaits(self, turn: Turn, begun: Sequence[Turn]) -> bool:
         """Whether a turn had better begin later, since one of those that have begun reads what it would."""
@@ -179,13 +196,6 @@ class TurnRunner:
         if await live.park_beginning(other.prompt.key, other.prompt.units[:position]):
             self._metrics.joined.inc()
 
-    def _rows_of(self, turns: Sequence[Turn]) -> tuple[int, ...]:
-        """The most rows that each may come to have; none where each seat has its own."""
-        info = self._engine.info
-        if not info.row_tokens:
-            return ()
-        return tuple(most_rows(len(turn.prompt), self._limit(turn), info.context_tokens) for turn in turns)
-
     def foresee(self, turn: Turn) -> None:
         """Notes what the start of a waiting turn would cost now, for the schedule."""
         self._starter.foresee(turn, self.seats.free or self.seats.all)
@@ -230,7 +240,13 @@ class TurnRunner:
                 self._log.note(turn, live.rows, error)
                 await self._keep(turn, live)
         finally:
-            self.seats.give_back(turn)
+            self._give_back(turn)
+
+    def _give_back(self, turn: Turn) -> None:
+        """Frees the turn's seat and its rows."""
+        self.seats.give_back(turn)
+        freed, self._freed = self._freed, anyio.Event()
+        freed.set()
 
     async def _refresh_free(self) -> None:
         """Learns what the free seats still hold. An engine that is another process may have lost its live state, and
@@ -289,16 +305,19 @@ class TurnRunner:
             await self._refresh_free()
             await self._park_joint(turn)
             turns, free = self.seats.turns, self.seats.free
-            beside = Beside(len(turns), self._rows_of(turns))
+            beside = Beside(len(turns), tuple(map(self._rows_of, turns)) if self._engine.info.row_tokens else ())
             start, why, from_disk_s = await self._starter.find_start(turn, free, beside)
             if anew and start.parked is not None:
                 start, why = dataclasses.replace(cold_start(), seat=start.seat, displaced=start.displaced), GONE
             live, leaving = free[start.seat], [free[number] for number in start.displaced]
-            self.seats.take(live, turn)
-            if await self._holds_still(live):
+            shares_rows = self._engine.info.row_tokens > 0
+            is_long = shares_rows and start.parked is None and live.rows.position > self._rows_of(turn)  # and is cut
+            self.seats.take(live, turn, keeps=start.keep_rows > 0 and not is_long)
+            if start.keep_rows == 0 or await self._holds_still(live):
                 break
             self.seats.give_back(turn)
         report, restore_s = await self._starter.start(turn, live, start, why, leaving, is_alone=not turns)
+        self.seats.hold(live)
         return live, start, report, restore_s, from_disk_s
 
     async def _answer(self, turn: Turn) -> None:
@@ -437,7 +456,7 @@ class TurnRunner:
         try:
             turn.pause.clear()  # it may have been asked again while it was parked
             live_tokens, turn.live_tokens = turn.live_tokens, 0
-            self.seats.give_back(turn)
+            self._give_back(turn)
             await lane.pause(turn)
             turn.is_aside = False
             taken_s = self._monotonic()
@@ -445,8 +464,9 @@ class TurnRunner:
                 live = self._seat_again(live, aside)
                 if live.rows is not aside.rows:  # what was to be forgotten there is not this turn's
                     await live.empty_if_unwanted()
-                self.seats.take(live, turn)
+                self.seats.take(live, turn, keeps=live.rows is aside.rows)
             is_whole = await live.take_up(aside)
+            self.seats.hold(live)
             if is_whole and live.rows is not aside.rows:
                 self.forecast.note_switch(turn, parking_s + self._monotonic() - taken_s)
         finally:
@@ -534,6 +554,7 @@ class TurnRunner:
             parser=self._parser(turn),
             cancel=turn.channel.cancel,
             pause=self._pause_flag(turn),
+            bound=self._bound(turn),
             emit=emit,
             monotonic=self._monotonic,
             timings=timings if turn.request.timings_per_token else None,
@@ -541,13 +562,40 @@ class TurnRunner:
         turn.answer = answer = loop.answer
         try:
             while not await self._slice(turn, live, loop):
-                live = await self._give_way(turn, live, _ids_with(turn.prompt, answer.token_ids))
-                loop.seat = live.seat
+                ids = _ids_with(turn.prompt, answer.token_ids)
+                if turn.pause.is_set():
+                    live = await self._give_way(turn, live, ids)
+                live = await self._grow(turn, live, ids)
+                loop.seat, loop.bound = live.seat, self._bound(turn)
         finally:
             loop.close()
             turn.timings = timings(answer)
         self._recognise(turn, answer, transcript)
         return answer
+
+    def _bound(self, turn: Turn) -> int | None:
+        """The rows at which the turn's answer rests; None: it has all that it can need."""
+        rows = self._rows_of(turn)
+        return rows if self._engine.info.row_tokens and rows < self._most_rows(turn) else None
+
+    async def _grow(self, turn: Turn, live: LiveConversation, token_ids: TokenIds) -> LiveConversation:
+        """Gives an answer that is at its bound more rows, or waits in its seat until others have ended or are paused;
+        it may be paused itself meanwhile. Returns the seat in which it goes on. Raises as `_give_way`."""
+        while self.lane is not None and (bound := self._bound(turn)) is not None:
+            position = live.rows.position
+            if position + 2 * (AHEAD_TOKENS + 1) <= bound:
+                break
+            wanted = min(self._most_rows(turn), position + ANSWER_TOKENS)
+            if self._fits(turn, wanted, [each for each in self.lane.running_turns if each is not turn]):
+                turn.row_tokens = wanted
+                break
+            with anyio.move_on_after(ROOM_STEP_S):
+                await self._freed.wait()
+            if turn.channel.cancel.is_set():
+                break
+            if turn.pause.is_set():
+                live = await self._give_way(turn, live, token_ids)
+        return live
 
     async def _slice(self, turn: Turn, live: LiveConversation, loop: AnswerLoop) -> bool:
         """Generates up to the answer's end, or to a pause. Returns whether it ended."""

@@ -13,6 +13,7 @@ import pytest
 
 from parkd.config import ProxyConfig
 from parkd.errors import EngineFailure, EngineLost
+from parkd.lane import seating, turn_runner
 from tests.fakes.engine import FakeEngine
 from tests.fakes.seats import FakeSeats
 from tests.integration.api.api_harness import Messages, Running, body_of, running, until
@@ -197,18 +198,49 @@ async def test_turns_that_are_steered_otherwise_wait() -> None:
 async def test_rows_that_turns_may_come_to_need_are_bounded_together() -> None:
     """Their rows fit: at once. Those of a third would not: it waits for one to end, also if the seat is free."""
     meeting = Meeting("token")
-    engine = FakeSeats(3, hook_of=meeting.hook_of, row_tokens=8192, end_odds=ENDLESS)
+    engine = FakeSeats(3, hook_of=meeting.hook_of, row_tokens=4096, end_odds=ENDLESS)
     async with over(engine) as server, anyio.create_task_group() as tasks:
         lane = server.server.proxy.lane
-        tasks.start_soon(lambda: server.chat(opening("anna"), max_tokens=3000))
+        tasks.start_soon(lambda: server.chat(opening("anna"), max_tokens=1500))
         await until(lambda: bool(meeting.at))
-        tasks.start_soon(lambda: server.chat(opening("ben"), max_tokens=3000))
+        tasks.start_soon(lambda: server.chat(opening("ben"), max_tokens=1500))
         await until(lambda: len(lane.running_turns) == 2)
-        tasks.start_soon(lambda: server.chat(opening("carla"), max_tokens=3000))
+        tasks.start_soon(lambda: server.chat(opening("carla"), max_tokens=1500))
         await until(lambda: lane.waiting == 1)
         await anyio.sleep(0.02)
         assert len(lane.running_turns) == 2
         meeting.opened.set()
+
+
+@pytest.mark.parametrize(("schedule", "budget_bytes"), [("fair", 0), ("fair", 1 << 24), ("fifo", 1 << 24)])
+async def test_answers_without_a_limit_run_beside_each_other_and_wait_for_rows_in_the_end(
+    schedule: str, budget_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows together are less than two contexts: each began with the reserve of a whole one, so one ran after the
+    other."""
+    for module in (seating, turn_runner):
+        monkeypatch.setattr(module, "ANSWER_TOKENS", 64)
+    monkeypatch.setattr(turn_runner, "ROOM_STEP_S", 0.005)
+    rows, context, most, at_once = 1280, 768, [0], [0]
+
+    def hook(_step: str, _position: int) -> None:
+        held = [fake.position for fake in engine.fakes if fake.is_held]
+        most[0] = max(most[0], sum(-(-each // 256) * 256 for each in held))
+        at_once[0] = max(at_once[0], len(held))
+
+    settings: Any = {"context_tokens": context, "end_odds": ENDLESS}
+    engine = FakeSeats(3, hook=hook, row_tokens=rows, **settings)
+    asked = [opening(name, 2) for name in ("anna", "ben", "carla", "dora")]
+    body = {"max_tokens": None}
+    config = ProxyConfig(schedule=schedule)
+    async with over(engine, budget_bytes=budget_bytes, config=config) as server:
+        answers = await asyncio.gather(*(server.chat(each, **body) for each in asked))  # type: ignore[arg-type]
+    assert at_once[0] == 3
+    assert most[0] <= rows
+    async with running(FakeEngine(**settings), answer_bytes=0) as server:
+        alone = [await server.chat(each, **body) for each in asked]  # type: ignore[arg-type]
+    assert [each.text for each in answers] == [each.text for each in alone]
+    assert {each.usage["total_tokens"] for each in alone} == {context + 1}
 
 
 async def ask_at_random(server: Running, rng: random.Random, talk: Messages, name: str, turns: int) -> None:

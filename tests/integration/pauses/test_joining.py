@@ -293,7 +293,9 @@ async def test_in_the_order_of_arrival_nobody_goes_before_one_that_waits_for_a_p
         asked = [worker("anna"), worker("ben"), [{"role": "user", "content": "Something else."}]]
         first = asyncio.create_task(server.chat(asked[0]))
         await gate.wait_reached()
-        others = [asyncio.create_task(server.chat(each)) for each in asked[1:]]
+        others = [asyncio.create_task(server.chat(asked[1]))]
+        await until(lambda: lane.waiting == 1)
+        others.append(asyncio.create_task(server.chat(asked[2])))
         await until(lambda: lane.waiting == 2)
         await anyio.sleep(0.02)
         assert len(lane.running_turns) == 1

@@ -20,7 +20,7 @@ from parkd_engine.together import Together
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine import loading
 from parkd.engine_adapter.torch_engine.engine import TorchEngine
-from parkd.lane import forecast, schedule
+from parkd.lane import forecast, schedule, seating, turn_runner
 from parkd.state import EngineConfig
 from parkd.types import SamplingParams
 from tests.integration.api.api_harness import Messages, Running, body_of, running
@@ -141,7 +141,9 @@ async def test_turns_whose_rows_lie_close_together_get_the_bits_that_they_get_al
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All seats have one context of rows together: ranges slide apart while answers are under way, idle ones make way,
-    and who does not fit beside the others waits."""
+    who does not fit beside the others waits, and an answer that outgrows its rows waits for more."""
+    for module in (seating, turn_runner):
+        monkeypatch.setattr(module, "ANSWER_TOKENS", 8)
     monkeypatch.setattr(loading, "choose_seats", lambda _stages, context, asked, **_: (asked, context))
     clients = [Client(number, 5) for number in range(5)]
     engine = load(tmp_path, "tiny-llama", 3)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from itertools import permutations
+
 import numpy as np
 import pytest
 
 from parkd.lane.live_rows import LiveRows
-from parkd.lane.seating import displaced
+from parkd.lane.seating import AHEAD_TOKENS, ANSWER_TOKENS, displaced, first_rows, is_safe
 from parkd.lane.start import Seated, decide_start
 from parkd.state import Costs, StageLayout, StateLayout
 from parkd.store.records import Parked
@@ -100,3 +104,41 @@ def test_as_few_make_way_as_are_enough(seed: int) -> None:
     expected = next((gone for gone in choices if fits(gone)), tuple(others))
     assert displaced(positions, seat, tokens, total) == expected
     assert displaced(positions, seat, tokens, 0) == ()
+
+
+def _can_all_end(row_tokens: int, turns: Sequence[tuple[int, int]]) -> bool:
+    """By trying every order."""
+
+    def blocks(rows: int) -> int:
+        return -(-rows // 256) * 256
+
+    def runs(order: Sequence[tuple[int, int]]) -> bool:
+        left = row_tokens - sum(blocks(rows) for rows, _ in turns)
+        for rows, most in order:
+            if left < 0 or blocks(most) - blocks(rows) > left:
+                return False
+            left += blocks(rows)
+        return True
+
+    return any(runs(order) for order in permutations(turns))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_turns_are_under_way_at_once_only_if_all_can_end(seed: int) -> None:
+    rng = random.Random(seed)
+    total = 256 * rng.randint(2, 12)
+    seen = set()
+    for _ in range(30):
+        mosts = [rng.randint(1, total) for _ in range(rng.randint(1, 4))]
+        turns = [(rng.randint(1, most), most) for most in mosts]
+        safe = _can_all_end(total, turns)
+        assert is_safe(total, turns) is safe, (total, turns)
+        seen.add(safe)
+    assert seen == {True, False}
+
+
+def test_a_turn_begins_with_the_rows_that_its_answer_is_expected_to_need() -> None:
+    assert first_rows(100, None, 8192) == 100 + ANSWER_TOKENS + AHEAD_TOKENS
+    assert first_rows(100, 5000, 8192) == 100 + ANSWER_TOKENS + AHEAD_TOKENS
+    assert first_rows(100, 20, 8192) == 100 + 20 + AHEAD_TOKENS
+    assert first_rows(8000, None, 8192) == 8192
