@@ -140,7 +140,9 @@ class ModelMemory:
         self._text = language_config(config)
         self._kv_dtype = kv_dtype_of(layout.kv_format, dtype)
         self.host_layers = tuple(sorted(host_layers))
-        self._weights: ModelWeights = model_weights(config, dtype)
+        self._weights: ModelWeights = model_weights(
+            config, dtype, on_cpus=all(torch.device(device).type == "cpu" for device in layout.devices)
+        )
         self._room = window_room(config, layout)
         self._library = {device: library(device) for device in dict.fromkeys(layout.devices)}
         self._guesses = layout.guesses if draft_layers(self._text) else 0

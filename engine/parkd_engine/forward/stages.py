@@ -38,6 +38,7 @@ from parkd_engine.weights.host_experts import (
     experts_module,
     room_bytes,
 )
+from parkd_engine.weights.tiles import put_tiles
 
 MIXER = "hyper_connection_mixer"
 """Name of the module that mixes several residual streams into one hidden state; it takes the place of the norm after
@@ -220,7 +221,8 @@ def place(
     in main memory.
 
     Weights that are on the right device already are shared with `model`; the others are copied. `model` still works,
-    but uses the engine's attention from now on. Drop it to free the weights that were copied.
+    but uses the engine's attention from now on, and on CPUs has int4 codes in tiles. Drop it to free the weights that
+    were copied.
     """
     register_attention()
     model.eval()
@@ -230,6 +232,8 @@ def place(
     if decoder._can_set_experts_implementation():
         decoder.config._experts_implementation = EXPERTS
     replace_indexers(decoder)
+    if all(torch.device(name).type == "cpu" for name in devices):
+        put_tiles(model)
     if family_of(decoder.config).has_latents:
         absorb_projections(decoder.layers, ATTENTION_NAME)
     if any(torch.device(name).type == "cpu" for name in devices):

@@ -18,6 +18,8 @@ from parkd_engine.kernels.prompt_attention import kernel_name
 from parkd_engine.weights.linear import QuantisedLinear
 
 FINGERPRINT_BYTES = 16
+TILES = "int4 in tiles 1"
+"""Products over `weights.tiles`, which round vectors to bf16."""
 READ_WHOLE = frozenset({"full_attention", "hybrid"})
 """Kinds of layers whose chunks a kernel for prompts may read."""
 
@@ -79,6 +81,8 @@ def kernels_of(stages: Sequence[Stage], config: Any) -> tuple[str, ...]:
             names |= set() if name is None else {name}
         if any(coded.serves(linear, stage.dtype, stage.device) for linear in _with_codes(stage)):
             names.add(f"{coded.NAME} {coded.VERSION}")
+        if any(linear.tile_rows for linear in _with_codes(stage)):
+            names.add(TILES)
     return tuple(sorted(names))
 
 

@@ -20,6 +20,7 @@ from parkd_engine.weights.experts import QuantisedExperts, quantised_experts
 from parkd_engine.weights.host_experts import expert_bytes, experts_module
 from parkd_engine.weights.linear import QuantisedLinear, put_module
 from parkd_engine.weights.schemes import quantised_layers, scheme_of, without_weights_kind
+from parkd_engine.weights.tiles import put_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,12 @@ class ModelWeights:
     """Whether routed experts are stored as codes: then none of the three above counts them."""
 
 
-def model_weights(config: Any, dtype: torch.dtype = torch.float32) -> ModelWeights:
-    """Sizes for the library's configuration, with the draft head that it declares, in the compute dtype."""
+def model_weights(config: Any, dtype: torch.dtype = torch.float32, *, on_cpus: bool = False) -> ModelWeights:
+    """Sizes for the library's configuration, with the draft head that it declares, in the compute dtype. With
+    `on_cpus`, as they are where all stages are on CPUs."""
     model, draft = weightless_model(config, dtype)
+    if on_cpus:
+        put_tiles(model)
     decoder, output = language_model(model), model.get_output_embeddings()
     embedding = decoder.get_input_embeddings()
     parts = {name: part for name, part in decoder.named_children() if name != "layers" and part is not embedding}

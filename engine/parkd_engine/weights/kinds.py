@@ -154,6 +154,24 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
     return torch.stack(lanes, dim=2).view(rows, -1)
 
 
+def tiled(codes: torch.Tensor, tile_rows: int) -> torch.Tensor:
+    """Codes from 0 to 15, uint8 `[rows, columns]` -> tiles (see `tiles`), uint8 `[rows, columns / 2]`. `rows` is a
+    multiple of `tile_rows`."""
+    rows, columns = codes.shape
+    lower, upper = codes.view(-1, 2, tile_rows // 2, columns).unbind(1)
+    return (lower | (upper << 4)).transpose(1, 2).reshape(rows, columns // 2)
+
+
+def untiled(tiles: torch.Tensor, tile_rows: int, first: int, end: int) -> torch.Tensor:
+    """The codes of the rows `[first, end)`, uint8 `[end - first, columns]`, of tiles."""
+    columns = 2 * tiles.shape[1]
+    begin, stop = first // tile_rows, -(-end // tile_rows)
+    chosen = tiles.view(-1, columns, tile_rows // 2)[begin:stop]
+    both = torch.cat((chosen & 15, chosen >> 4), dim=2)
+    plain = both.transpose(1, 2).reshape(-1, columns)
+    return plain[first - begin * tile_rows : end - begin * tile_rows]
+
+
 def numbers(
     kind: WeightKind,
     codes: torch.Tensor,
@@ -166,9 +184,22 @@ def numbers(
     """What some rows of codes mean, `[rows, columns]` in `dtype`: computed in float32, then rounded. `codes` are those
     of the rows from `first_row` on; `scales`, `zeros` and `row_scales` those of the whole matrix. Columns stay in
     stored order."""
-    rows = codes.shape[0]
-    chosen = slice(first_row, first_row + rows)
     plain = unpacked(codes) if kind.codes in IN_WORDS else codes
+    return meaning(kind, plain, scales, zeros, dtype, first_row, row_scales)
+
+
+def meaning(
+    kind: WeightKind,
+    plain: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    dtype: torch.dtype,
+    first_row: int,
+    row_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `numbers`, of codes that are one number each."""
+    codes, rows = plain, plain.shape[0]
+    chosen = slice(first_row, first_row + rows)
     if kind.codes is Codes.FP4:
         out = torch.tensor(FP4_NUMBERS, device=codes.device)[plain.to(torch.int32)]
     else:

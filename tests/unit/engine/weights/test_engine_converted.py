@@ -19,6 +19,7 @@ from parkd_engine.weights.experts import QuantisedExperts
 from parkd_engine.weights.linear import QuantisedLinear
 from parkd_engine.weights.rounding import rounded
 from parkd_engine.weights.schemes import OWN_KINDS, convert_to
+from parkd_engine.weights.tiles import put_tiles
 
 from parkd.config import ModelConfig
 from parkd.engine_adapter.torch_engine.loading import load_parts
@@ -90,6 +91,7 @@ def test_experts_are_converted_too(name: str, weights: str, tmp_path: Path) -> N
             assert torch.equal(layer.scales, expected["scales"])
             assert torch.equal(other.get_submodule(matrix).codes.view(torch.uint8), layer.codes.view(torch.uint8))
     planned = plan_model(f"random:{name}", EngineConfig(("cpu",), context_tokens=64, weights=weights))
+    put_tiles(drawn.model)  # As where stages are on CPUs.
     tensors = {t.data_ptr(): t.nbytes for t in drawn.model.parameters()}
     tensors |= {b.data_ptr(): b.nbytes for layer in quantised(drawn.model).values() for b in layer.buffers()}
     assert dict(planned.memory[0].lines(64))["weights"] == sum(tensors.values())

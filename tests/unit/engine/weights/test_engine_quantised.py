@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from parkd_engine import EngineConfig, open_session, restore
+from parkd_engine.forward import stages as stages_module
 from parkd_engine.forward.stages import moved_twin
 from parkd_engine.loading.draft_loading import declare_head
+from parkd_engine.loading.fingerprint import TILES, kernels_of
 from parkd_engine.weights import linear as linear_module
 from parkd_engine.weights.kinds import Codes, WeightKind, packed, unpacked
 from parkd_engine.weights.linear import QuantisedLinear
 from parkd_engine.weights.rounding import rounded
 from parkd_engine.weights.schemes import OWN_KINDS
+from parkd_engine.weights.tiles import put_tiles, tile_rows
 from torch.nn.functional import linear
 
 from tests.unit.engine.kit.core_models import assert_same, step_with_guesses, tiny_session, token_ids
@@ -23,6 +26,7 @@ from tests.unit.engine.kit.parking import parked, resumed_at
 from tests.unit.engine.kit.quantised_models import KINDS, NARROW, numbers_of, put_numbers, quantised_model, random_codes
 
 EVERY_KIND = pytest.mark.parametrize("kind", list(KINDS))
+HAS_TILES = pytest.mark.skipif(tile_rows() is None, reason="torch has no product over int4 codes here")
 BATCH = 48
 CASES = [
     *(
@@ -165,13 +169,86 @@ def test_what_that_product_does_not_take_becomes_numbers(kind: WeightKind, rows:
         torch.testing.assert_close(each(x), linear(x, numbers_of(each)), atol=2e-5, rtol=2e-5)
 
 
+@HAS_TILES
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9])
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_few_vectors_are_multiplied_by_int4_codes_in_tiles(
+    tokens: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To within bf16, without numbers, and each vector as if alone; more vectors through numbers, to within float32."""
+    made: list[int] = []
+    usual = linear_module.meaning
+
+    def noted(*arguments: Any, **named: Any) -> torch.Tensor:
+        made.append(1)
+        return usual(*arguments, **named)
+
+    monkeypatch.setattr(linear_module, "meaning", noted)
+    each = layer(WeightKind(Codes.INT4, group), 128, 192)
+    each.bias = torch.nn.Parameter(torch.randn(128), requires_grad=False)
+    matrix, size = numbers_of(each), each.nbytes
+    put_tiles(torch.nn.Sequential(each))
+    assert each.nbytes == size + 128 * 192 // group * 2
+    x = torch.randn(tokens, 192)
+    expected = linear(x, matrix, each.bias)
+    with torch.inference_mode():
+        out = each(x[None])[0]
+        alone = torch.cat([each(x[at : at + 1]) for at in range(min(tokens, 8))])
+    assert out.dtype == torch.float32
+    assert bool(made) == (tokens > 8)
+    loose = 2e-2 if tokens <= 8 else 2e-5
+    torch.testing.assert_close(out, expected, atol=loose, rtol=loose)
+    if tokens <= 8:
+        assert torch.equal(out, alone)
+    for first, end in ((0, 128), (7, 44), (60, 70), (64, 128)):
+        assert torch.equal(each.numbers(torch.float32, first, end), matrix[first:end])
+
+
+@HAS_TILES
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    [
+        (WeightKind(Codes.INT4, 64), 60, 192),
+        (WeightKind(Codes.INT4, 96), 64, 192),
+        (WeightKind(Codes.INT4), 64, 192),
+        (WeightKind(Codes.INT4, 64, has_zeros=True), 64, 192),
+        (WeightKind(Codes.INT4, 64, is_ordered=True), 64, 192),
+        (WeightKind(Codes.INT4, 64, scale_dtype=torch.float16), 64, 192),
+        (KINDS["fp4"], 64, 192),
+    ],
+    ids=str,
+)
+def test_codes_that_the_product_does_not_take_stay_in_words(kind: WeightKind, rows: int, columns: int) -> None:
+    each = layer(kind, rows, columns)
+    before = each.codes
+    put_tiles(torch.nn.Sequential(each))
+    assert each.codes is before
+    assert each.tile_rows == 0
+
+
+@HAS_TILES
+def test_codes_in_tiles_are_in_the_fingerprint() -> None:
+    """And only where all stages are on CPUs are codes in tiles."""
+    model = quantised_model("qwen3", "int4")
+    session = open_session(model, EngineConfig(("cpu",), context_tokens=64))
+    assert kernels_of(session.stages, model.config) == (TILES,)
+    other = quantised_model("qwen3", "int8")
+    assert kernels_of(open_session(other, EngineConfig(("cpu",), context_tokens=64)).stages, other.config) == ()
+    mixed = quantised_model("qwen3", "int4")
+    stages_module.place(mixed, [(0, 2), (2, 4)], ("cpu", "meta"))
+    assert not any(part.tile_rows for part in mixed.modules() if isinstance(part, QuantisedLinear))
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=HAS_TILES)])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
-def test_decoding_int8_on_a_cpu_is_as_near_as_torchs_own_half_product(family: str) -> None:
+def test_decoding_on_a_cpu_is_as_near_as_torchs_own_half_product(family: str, kind: str) -> None:
     """Token by token in float32, beside bf16 of the numbers."""
-    model = quantised_model(family, "int8", hidden_size=192, intermediate_size=128)
+    model = quantised_model(family, kind, hidden_size=192, intermediate_size=128)
     exact = put_numbers(copy.deepcopy(model), torch.float32)
     own = put_numbers(copy.deepcopy(model), torch.bfloat16)
-    ids = torch.from_numpy(token_ids(60))[None]
+    put_tiles(model)
+    assert (kind == "int4") == any(part.tile_rows for part in model.modules() if isinstance(part, QuantisedLinear))
+    ids = torch.from_numpy(token_ids(40))[None]
 
     def decoded(each: Any) -> torch.Tensor:
         cache, logits = None, []
@@ -248,7 +325,8 @@ def test_tensors_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], m
 def test_stages_share_codes_with_their_model() -> None:
     model = quantised_model("qwen3", "int4")
     session = open_session(model, EngineConfig(("cpu", "cpu"), context_tokens=64))
-    held = {b.data_ptr() for s in session.stages for b in s.inner.buffers() if b.dtype == torch.int32}
+    parts = [part for stage in session.stages for part in stage.inner.modules()]
+    held = {part.codes.data_ptr() for part in parts if isinstance(part, QuantisedLinear)}
     assert held == {
         module.codes.data_ptr()
         for name, module in model.named_modules()
