@@ -47,25 +47,24 @@ CLEARED = {"type": "AllBlocksCleared"}
 class FakePublisher:
     """`keeps`: how many batches it can repeat; None: it repeats none."""
 
-    def __init__(self, keeps: int | None = None, *, port: int | None = None) -> None:
+    def __init__(self, keeps: int | None = None, *, topics: tuple[bytes, ...] = (b"",)) -> None:
+        """`topics` are the frames before the number of what is repeated: one since vLLM 0.32, none before."""
+        self._topics = topics
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
-        self.endpoint = self._bound(self._pub, port)
+        self.endpoint = self._bound(self._pub)
         self._keeps = keeps
         self._kept: list[tuple[int, bytes]] = []
         self._numbers = count()
         self._ends = threading.Event()
         self._router = self._context.socket(zmq.ROUTER)
-        self.replay_endpoint = None if keeps is None else self._bound(self._router, None)
+        self.replay_endpoint = None if keeps is None else self._bound(self._router)
         self._thread = threading.Thread(target=self._repeat, daemon=True)
         self.clock = count(1)
 
     @staticmethod
-    def _bound(socket: Any, port: int | None) -> str:
-        number = socket.bind_to_random_port("tcp://127.0.0.1") if port is None else port
-        if port is not None:
-            socket.bind(f"tcp://127.0.0.1:{port}")
-        return f"tcp://127.0.0.1:{number}"
+    def _bound(socket: Any) -> str:
+        return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def __enter__(self) -> FakePublisher:
         self._thread.start()
@@ -97,5 +96,5 @@ class FakePublisher:
             who, _, first = self._router.recv_multipart()
             for number, batch in self._kept:
                 if number >= int.from_bytes(first, "big"):
-                    self._router.send_multipart([who, b"", number.to_bytes(8, "big"), batch])
-            self._router.send_multipart([who, b"", (-1).to_bytes(8, "big", signed=True), b""])
+                    self._router.send_multipart([who, b"", *self._topics, number.to_bytes(8, "big"), batch])
+            self._router.send_multipart([who, b"", *self._topics, (-1).to_bytes(8, "big", signed=True), b""])

@@ -1,7 +1,9 @@
 """Listens to the KV events of a server, on a thread of its own.
 
     SUB socket     [topic, number, batch] ... [topic, number, batch]      as they happen
-    DEALER socket  [number] -> [number, batch] ... [-1]                   what was missed, if the server repeats it
+    DEALER socket  [number] -> [topic, number, batch] ... [topic, -1]     what was missed, if the server repeats it
+
+Servers older than vLLM 0.32 repeat without a topic.
 
 Numbers ascend by one. If some are missing, they are asked for; if the server does not repeat them, what was known is
 forgotten, since it may have given up any of it. A lower number of a later time is another server's start.
@@ -142,9 +144,10 @@ class KvListener:
             asking.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
             while not self._ends.is_set() and asking.poll(REPLAY_WAIT_MS):
                 frames = asking.recv_multipart()
-                if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES or frames[1] == END:
+                number, batch = frames[-2:] if len(frames) in (3, 4) else (END, b"")
+                if len(number) != NUMBER_BYTES or number == END:
                     return
-                yield int.from_bytes(frames[1], "big"), frames[2]
+                yield int.from_bytes(number, "big"), batch
         finally:
             asking.close(linger=0)
 

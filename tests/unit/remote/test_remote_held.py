@@ -205,9 +205,10 @@ def test_events_arrive_over_sockets_and_lost_ones_without_repetition_are_noticed
         listener.close()
 
 
-def test_what_was_before_and_what_was_lost_is_repeated() -> None:
+@pytest.mark.parametrize("topics", [(b"",), ()], ids=["vLLM 0.32", "older"])
+def test_what_was_before_and_what_was_lost_is_repeated(topics: tuple[bytes, ...]) -> None:
     held = HeldBlocks(time.monotonic)
-    with FakePublisher(keeps=100) as publisher:
+    with FakePublisher(keeps=100, topics=topics) as publisher:
         publisher.publish(stored(IDS, [1, 2, 3, 4]))
         listener = KvListener(held, publisher.endpoint, publisher.replay_endpoint)
         listener.start()
