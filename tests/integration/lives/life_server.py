@@ -303,7 +303,8 @@ class LifeServer(Choices):
         divergence = report["divergence"]
         if divergence is not None:
             self.counts["divergence"] += 1
-            token, shown = divergence["token"], ast.literal_eval(divergence["known_text"])
+            # What is shown may end in half a character, of which its client has all.
+            token, shown = divergence["token"], ast.literal_eval(divergence["known_text"]).rstrip("\ufffd")
             rests = [known[token:].tolist() for known, common in zip(told, own, strict=True) if common == token]
             texts = [self.reference.engine.tokenizer.decode(rest) for rest in rests]
             assert any(text.startswith(shown) for text in texts), (ask, report, texts)
