@@ -419,8 +419,8 @@ class Lane(Generic[W]):
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        if not self._can_pause or not (self._waiting or self._paused):
-            return  # nobody can give way, or there is nobody to give way to
+        if not self._can_pause:
+            return  # whether somebody gives way where nobody waits is the schedule's to say
         if self._startable() is not None:
             return  # somebody begins now, and this is called again
         able = self._able()
