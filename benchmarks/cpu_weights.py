@@ -1,6 +1,6 @@
 """Decoding on CPUs with quantised weights, beside llama.cpp with the same model.
 
-python -m benchmarks.cpu_weights [--tokens N] [--repeats N]
+python -m benchmarks.cpu_weights [--tokens N] [--repeats N] [--threads N]
 
 Needs parkd[torch,llama-cpp] and the demo model.
 """
@@ -8,6 +8,7 @@ Needs parkd[torch,llama-cpp] and the demo model.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -28,18 +29,23 @@ WAYS = {"float32": None, "int8": "int8", "int4": "int4"}
 GOAL = 0.8
 
 
-def engines(model: Path, cache: Path) -> dict[str, Any]:
+def engines(model: Path, cache: Path, threads: int) -> dict[str, Any]:
+    import torch
+
     from parkd.config import ModelConfig
     from parkd.engine_adapter.llama_cpp.engine import LlamaCppEngine
     from parkd.engine_adapter.torch_engine.engine import TorchEngine
     from parkd.state import EngineConfig
+
+    torch.set_num_threads(threads)
 
     def of(weights: str | None) -> TorchEngine:
         layout = EngineConfig(devices=("cpu",), context_tokens=CONTEXT, weights=weights)
         return TorchEngine.load(ModelConfig(str(model), cache, layout=layout))
 
     made: dict[str, Any] = {name: of(weights) for name, weights in WAYS.items()}
-    made[LLAMA] = LlamaCppEngine.load(ModelConfig(str(model), cache, layout=EngineConfig(context_tokens=CONTEXT)))
+    layout = EngineConfig(context_tokens=CONTEXT)
+    made[LLAMA] = LlamaCppEngine.load(ModelConfig(str(model), cache, layout=layout, threads=threads))
     return made
 
 
@@ -59,9 +65,9 @@ def decoded(engine: Any, ids: Any, tokens: int) -> float:
     return tokens / seconds
 
 
-def measure(model: Path, cache: Path, tokens: int, repeats: int) -> dict[str, list[float]]:
+def measure(model: Path, cache: Path, tokens: int, repeats: int, threads: int) -> dict[str, list[float]]:
     """Each way once in each round, in random order; the first round counts for nothing."""
-    made, order = engines(model, cache), random.Random(0)
+    made, order = engines(model, cache, threads), random.Random(0)
     ids = np.random.default_rng(0).integers(1000, 20000, PROMPT).astype(np.int64)
     speeds: dict[str, list[float]] = {name: [] for name in made}
     for engine in made.values():
@@ -80,10 +86,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     started = machine()
     with tempfile.TemporaryDirectory() as folder:
-        speeds = measure(demo_model(), Path(folder), options.tokens, options.repeats)
+        speeds = measure(demo_model(), Path(folder), options.tokens, options.repeats, options.threads)
     share = statistics.median(mine / theirs for mine, theirs in zip(speeds["int4"], speeds[LLAMA], strict=True))
     finish(
         Result(
@@ -92,7 +99,7 @@ def main() -> None:
             how=(
                 f"SmolLM2-135M-Instruct behind {PROMPT} tokens, {options.tokens} greedy tokens at a time, the ways in "
                 f"random order in each of {options.repeats} rounds: the torch engine with --weights, and llama.cpp in "
-                f"process with the Q4_1 file. The share is the median over rounds."
+                f"process with the Q4_1 file, {options.threads} threads for each. The share is the median over rounds."
             ),
             tables=[
                 Table(

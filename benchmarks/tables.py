@@ -17,6 +17,7 @@ ORDER = (
     "health_lag",
     "page",
     "perplexity",
+    "cpu_weights",
     "indexer",
     "latents",
     "draft",
