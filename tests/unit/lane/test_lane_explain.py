@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from parkd.lane.reports.explain import SEGMENT_BYTES, Explained, PromptParts, RequestMemory, diagnose
-from parkd.types import ConversationKey, Diagnosis, DiagnosisKind, PromptIdentity, SegmentSpan, TurnRequest
+from parkd.lane.reports.told import told_report
+from parkd.types import (
+    CacheOutcome,
+    CacheReport,
+    ConversationKey,
+    Diagnosis,
+    DiagnosisKind,
+    PromptIdentity,
+    SegmentSpan,
+    Told,
+    TurnRequest,
+)
 
 KEY = ConversationKey("", b"f" * 16)
 
@@ -82,3 +93,14 @@ def test_the_part_that_changed_is_named() -> None:
     for part, request in cases.items():
         assert diagnose(explained("b", [1, 9, 9], **request), earlier, 0).changed == part  # type: ignore[arg-type]
     assert diagnose(explained("b", [1]), None, 0) == Diagnosis(DiagnosisKind.NOT_FOUND)
+
+
+def test_a_key_is_told_of_what_a_server_gave_up_only_as_far_as_it_sent_it_itself() -> None:
+    """Keys of one namespace share what a server holds, and none is to learn what another has sent."""
+    report = CacheReport(CacheOutcome.COLD, 100, 0, "differs")
+    told = Told(100, 40, held_tokens=40, gone="evicted: tokens 40 to 80", gone_from=40)
+    for own_tokens, why in ((41, "evicted: tokens 40 to 80; differs"), (40, "differs"), (0, "differs")):
+        said = told_report(report, told, is_over=True, own_tokens=lambda own=own_tokens: own)
+        assert (said.why, said.held_tokens, said.reused_tokens) == (why, 40, 40)
+    assert told_report(report, told, is_over=True).why == "evicted: tokens 40 to 80; differs"
+    assert told_report(report, told, is_over=False).why == "differs"
