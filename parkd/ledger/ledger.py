@@ -166,11 +166,13 @@ class Ledger:
 
         return self.ask(ask)
 
-    def forget(self, conversation: str) -> None:
-        """Removes the turns of a conversation."""
+    def forget(self, conversation: str, owner: str | None = None) -> None:
+        """Removes the turns of a conversation: those of one key, or, if it is None, of all."""
 
         def ask(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM turns WHERE conversation = ?", (conversation,))
+            db.execute(
+                "DELETE FROM turns WHERE conversation = ? AND (? IS NULL OR owner = ?)", (conversation, owner, owner)
+            )
 
         self.ask(ask)
 

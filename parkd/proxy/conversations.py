@@ -82,30 +82,46 @@ class ConversationEndpoints:
         return JSONResponse(await self._told(caller, self._asked(request)), headers=id_headers(request_id))
 
     async def forget(self, request: Request, request_id: str) -> ASGIApp:
-        """Forgets a conversation: what is parked of it, what is live, the answers to it, and its requests."""
+        """Forgets a conversation: what is parked of it, what is live, the answers to it, and its requests. Where
+        another key had turns of the same, only what is this key's own."""
         check_deliberate(request.headers)
         caller = self._proxy.caller_of(request)
         found = self._own(caller, self._asked(request))
         proxy, answers = self._proxy, 0
+        owner = None if caller.is_operator else caller.owner
+        if owner is None or not self._is_anothers(owner, found):
+            answers = await self._drop(found)
+        elif proxy.runner.retention is not None:
+            proxy.runner.retention.let_go(found.name, proxy.services.monotonic(), owner)
+        # Where keys share a namespace, others may have gone on from what this one said.
+        proxy.requests.forget(found.key_digest, found.units, owner)
+        proxy.runner.roster.forget(found.name, owner)
+        if proxy.services.ledger is not None:
+            proxy.services.ledger.forget(found.name, owner)
+        told = None if found.hides_sharing else answers  # it counts what others were answered to the same
+        body = {"id": found.name, "forgotten": True, "answers": told}
+        return JSONResponse(body, headers=id_headers(request_id))
+
+    def _is_anothers(self, owner: str, found: Shown) -> bool:
+        """Whether another key had turns of this conversation too."""
+        activity = self._proxy.runner.roster.get(found.name)
+        had_turns = activity is not None and any(one != owner for one in activity.by_owner)
+        return had_turns or self._proxy.requests.is_left_by_another(owner, found.key_digest, found.units)
+
+    async def _drop(self, found: Shown) -> int:
+        """Drops what is parked and live, and the answers to it. Returns how many those were."""
         for live in self._lives():
             if live.name == found.name:
                 live.live.discard()
         for row in found.rows:
             assert self._store is not None
             self._store.drop(row.parked.id, "it was forgotten because someone asked for that")
-        # Where keys share a namespace, others may have gone on from what this one said.
-        proxy.requests.forget(found.key_digest, found.units, None if caller.is_operator else caller.owner)
-        proxy.runner.roster.forget(found.name)
-        if proxy.services.ledger is not None:
-            proxy.services.ledger.forget(found.name)
-        if proxy.disk is not None:
-            proxy.disk.wake()
-        if proxy.services.forget is not None:
-            given = found.units, found.key_digest, found.namespace
-            answers = await anyio.to_thread.run_sync(proxy.services.forget, *given)
-        told = None if found.hides_sharing else answers  # it counts what others were answered to the same
-        body = {"id": found.name, "forgotten": True, "answers": told}
-        return JSONResponse(body, headers=id_headers(request_id))
+        if self._proxy.disk is not None:
+            self._proxy.disk.wake()
+        if self._proxy.services.forget is None:
+            return 0
+        given = found.units, found.key_digest, found.namespace
+        return await anyio.to_thread.run_sync(self._proxy.services.forget, *given)
 
     def _action(self, act: Action) -> Callable[[Request, str], Awaitable[ASGIApp]]:
         async def handler(request: Request, request_id: str) -> ASGIApp:

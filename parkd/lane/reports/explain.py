@@ -198,13 +198,17 @@ class RequestMemory:
 
     def left_whole(self, owner: str, key_digest: Digest, units: Units) -> bool:
         """Whether the turn of one request of the key left exactly these units to be kept."""
-        return any(
-            one.owner == owner
-            and one.kept_tokens == len(units)
-            and one.prompt.key.digest == key_digest
-            and common_prefix(one.kept, units) == len(units)
-            for one in self._requests.values()
-        )
+        return owner in self._left_by(key_digest, units)
+
+    def is_left_by_another(self, owner: str, key_digest: Digest, units: Units) -> bool:
+        """Whether the turn of a request of another key did."""
+        return any(one != owner for one in self._left_by(key_digest, units))
+
+    def _left_by(self, key_digest: Digest, units: Units) -> Iterator[str]:
+        for one in self._requests.values():
+            is_as_long = one.kept_tokens == len(units) and one.prompt.key.digest == key_digest
+            if is_as_long and common_prefix(one.kept, units) == len(units):
+                yield one.owner
 
     def forget(self, key_digest: Digest, units: Units, owner: str | None = None) -> None:
         """Drops the requests of a conversation: those of one key, or, if it is None, of all. A request that only begins

@@ -98,8 +98,15 @@ class Roster:
     def get(self, name: Name) -> Activity | None:
         return self._known.get(name)
 
-    def forget(self, name: Name) -> None:
-        self._known.pop(name, None)
+    def forget(self, name: Name, owner: str | None = None) -> None:
+        """Drops the turns of a conversation: those of one key, or, if it is None, of all."""
+        activity = self._known.get(name)
+        if activity is not None and owner is not None:
+            activity.by_owner.pop(owner, None)
+            kept = [request for request in activity.requests if request[0] != owner]
+            activity.requests = deque(kept, maxlen=REQUESTS_LIMIT)
+        if activity is None or owner is None or not activity.by_owner:
+            self._known.pop(name, None)
 
 
 def _words(content: Any) -> str:

@@ -199,3 +199,34 @@ async def test_found_by_attack_a_salt_keeps_state_from_the_other_keys_of_a_names
         _, own = await ask(server, "k-carol", asked(SECRET), cache_salt="s")
     assert other["reused_tokens"] == 0
     assert own["reused_tokens"] == own["prompt_tokens"] - 1
+
+
+async def test_a_key_that_forgets_what_another_said_too_forgets_its_own_part() -> None:
+    """Dave sends what Carol sent, and deletes it: her pin, her state and her requests stay until she lets go."""
+    async with team() as server:
+
+        async def listed(key: str) -> list[dict[str, Any]]:
+            page = await server.client.get("/parkd/conversations", headers={"x-api-key": key})
+            found: list[dict[str, Any]] = page.json()["conversations"]
+            return found
+
+        async def act(key: str, method: str, path: str) -> int:
+            marks = {"x-api-key": key, "x-parkd-action": "1"}
+            return (await server.client.request(method, f"/parkd/conversations/{path}", headers=marks)).status_code
+
+        await ask(server, "k-carol", asked(SECRET))
+        (hers,) = await listed("k-carol")
+        assert await act("k-carol", "POST", f"{hers['id']}/pin") == 200
+        await ask(server, "k-dave", asked(SECRET))
+        (his,) = await listed("k-dave")
+        assert his["id"] == hers["id"]
+        assert await act("k-dave", "DELETE", his["id"]) == 200
+        assert await listed("k-dave") == []
+        (still,) = await listed("k-carol")
+        assert (still["id"], still["pinned"], still["turns"]) == (hers["id"], True, 1)
+        _, told = await ask(server, "k-carol", asked(SECRET))
+        assert told["reused_tokens"] > len(SYSTEM) + len(SECRET)
+        assert await act("k-carol", "DELETE", hers["id"]) == 200
+        assert await listed("k-carol") == []
+        _, told = await ask(server, "k-carol", asked(SECRET))
+        assert told["reused_tokens"] == 0
