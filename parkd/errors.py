@@ -106,8 +106,8 @@ class SchemaTooComplex(InvalidRequest):
 
     def __init__(self, what: str, *, param: str) -> None:
         super().__init__(
-            f"The schema is too complex to be enforced: {what}. Simplify it: fewer properties and alternatives in one "
-            f"place, shorter patterns, smaller repetitions.",
+            f"The schema or grammar is too complex to be enforced: {what}. Simplify it: fewer properties and "
+            "alternatives in one place, shorter patterns, smaller repetitions.",
             param=param,
         )
 
