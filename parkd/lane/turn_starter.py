@@ -84,7 +84,7 @@ class TurnStarter:
     async def read_ahead(self, turn: Turn, lives: Sequence[LiveConversation], is_waiting: Callable[[], bool]) -> float:
         """Promotes what a turn would start from, and keeps it in RAM until the turn starts. Returns the seconds that
         this took."""
-        if not is_waiting():
+        if not is_waiting() or self._disk is None:
             return 0.0
         began_s = self._monotonic()
         try:

@@ -149,8 +149,13 @@ class RequestMemory:
     def own_nearest(self, now: Explained) -> OwnNearest:
         """What the same key said before of a request's prompt, under the same conversation key."""
         earlier, units = [one for one in self._own(now.owner, now.prompt.key) if one is not now], now.prompt.units
-        nearest = max(earlier, key=lambda one: common_prefix(one.said, units), default=None)
-        kept = max((common_prefix(one.kept, units) for one in earlier), default=0)
+        best, nearest, kept = 0, None, 0
+        for one in reversed(earlier):  # the newest of a conversation is the longest: no older one is compared
+            if len(one.said) > best:
+                common = common_prefix(one.said, units)
+                best, nearest = (common, one) if common > best else (best, nearest)
+            if len(one.kept) > kept:
+                kept = max(kept, common_prefix(one.kept, units))
         return OwnNearest(no_units() if nearest is None else nearest.said, kept)
 
     def own_parts(self, owner: str, key: ConversationKey, parked: Iterable[Units]) -> list[tuple[int, Explained]]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 
+from parkd.identity.matcher import common_prefix
+from parkd.lane.reports import explain
 from parkd.lane.reports.explain import SEGMENT_BYTES, Explained, PromptParts, RequestMemory, diagnose
 from parkd.lane.reports.told import told_report
 from parkd.types import (
@@ -104,3 +109,44 @@ def test_a_key_is_told_of_what_a_server_gave_up_only_as_far_as_it_sent_it_itself
         assert (said.why, said.held_tokens, said.reused_tokens) == (why, 40, 40)
     assert told_report(report, told, is_over=True).why == "evicted: tokens 40 to 80; differs"
     assert told_report(report, told, is_over=False).why == "differs"
+
+
+def test_what_a_key_said_before_is_found_without_comparing_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a model that compares all; of one long conversation, only the newest turn is compared."""
+    draw = random.Random(1)
+    for _ in range(40):
+        memory, said = RequestMemory(), list[list[int]]()
+        for number in range(12):
+            ids = [draw.randrange(2) for _ in range(draw.randrange(1, 8))]
+            said.append(ids)
+            memory.add(explained(f"r{number}", ids))
+            memory.note_kept(memory.latest_of("")[0], draw.randrange(len(ids) + 1))
+        now = explained("now", [draw.randrange(2) for _ in range(6)])
+        memory.add(now)
+        units = now.prompt.units.tolist()
+        commons = [_common(ids, units) for ids in said]
+        found = memory.own_nearest(now)
+        assert _common(found.units.tolist(), units) == max(commons)
+        kept = [_common(one.kept.tolist(), units) for one in memory.own_before(now)]
+        assert found.kept_tokens == max(kept)
+    compared = 0
+
+    def counted(one: Any, other: Any) -> int:
+        nonlocal compared
+        compared += 1
+        return common_prefix(one, other)
+
+    monkeypatch.setattr(explain, "common_prefix", counted)
+    memory = RequestMemory()
+    for turn in range(1, 40):
+        memory.add(explained(f"turn {turn}", list(range(turn * 10))))
+    now = explained("now", list(range(400)))
+    memory.add(now)
+    assert len(memory.own_nearest(now).units) == 390
+    assert compared == 1
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
