@@ -243,7 +243,6 @@ async def running(
         clock=clock,
     )
     server = Server(replace(services, ledger=ledger))
-    # its own socket, so that a test's server never takes over the runner's signals: `_serve` is `serve` without them
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer_bytes is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
@@ -258,7 +257,9 @@ async def running(
 
 
 async def serve(server: Server, listener: socket.socket) -> None:
-    await server.serve(sockets=[listener])
+    """Without `serve`'s handlers of signals: one that ends the run would stop the server of the test that runs just
+    then instead, whose answers would be that the server is stopping."""
+    await server._serve(sockets=[listener])
 
 
 @contextmanager

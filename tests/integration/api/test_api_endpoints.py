@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import anyio
@@ -200,3 +201,11 @@ async def test_found_by_use_14_the_speed_of_memory_measured_at_start_is_shown() 
         page = Server(replace(services, ram_bytes_per_s=measured)).proxy.metrics.page().decode()
         lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("parkd_cost_bytes"))
         assert float(lines["parkd_cost_bytes_per_s"]) == shown
+
+
+async def test_the_server_of_a_test_takes_no_signals_of_the_run() -> None:
+    """A time limit of the run failed whichever test was running: its server was stopping."""
+    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+    before = [signal.getsignal(kind) for kind in kinds]
+    async with running(FakeEngine()):
+        assert [signal.getsignal(kind) for kind in kinds] == before
