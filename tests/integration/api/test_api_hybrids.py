@@ -23,7 +23,9 @@ A1: Messages = [
 ]
 B1: Messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 16}]
 DENSE = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-long")
-PLAIN = [name for name in PRESETS if name.startswith("tiny") and not name.endswith(("-vl", WITH_HEAD, ECHO))]
+PLAIN = [
+    name for name in PRESETS if name.startswith("tiny") and "-vl" not in name and not name.endswith((WITH_HEAD, ECHO))
+]
 FAMILIES = [*(name for name in PLAIN if name not in DENSE), "tiny-qwen3.5-mtp"]
 
 REWINDS = (

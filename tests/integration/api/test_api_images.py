@@ -24,7 +24,7 @@ from tests.integration.api.api_harness import Running, body_of, running
 from tests.integration.api.disk_harness import running_on
 
 pytestmark = pytest.mark.anyio
-TINY_WITH_IMAGES = [name for name in PRESETS if name.startswith("tiny") and name.endswith("-vl")]
+TINY_WITH_IMAGES = [name for name in PRESETS if name.startswith("tiny") and name.endswith(("-vl", "-vl-moe"))]
 LONG = "A server holds one conversation in memory. " * 12
 Parts = Sequence[str | bytes]
 """What is said: texts and pictures' files."""
