@@ -317,8 +317,8 @@ async def test_a_state_the_library_refuses_is_a_miss(engine, monkeypatch: pytest
         await server.chat(opening("b"), max_tokens=6)
         write = engine.sequence.write_state
 
-        def refused(state, flags: int, *which: int) -> bool:
-            return write(state, flags, *which) and flags != WHOLE
+        def refused(state, flags: int, *which: int, **settings) -> bool:
+            return write(state, flags, *which, **settings) and flags != WHOLE
 
         monkeypatch.setattr(engine.sequence, "write_state", refused)
         monkeypatch.setattr(engine, "restore", restored)
