@@ -21,7 +21,19 @@ from parkd_engine.families.linear_state import (
 )
 from parkd_engine.families.parts import family_by_parts
 
-_QWEN_IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+def _qwen_vision(model_type: str, architecture: str) -> VisionFamily:
+    """Qwen's models of one generation and the next read images alike."""
+    return VisionFamily(
+        model_type=model_type,
+        architecture=architecture,
+        processor="Qwen2VLImageProcessorPil",
+        tokens=("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        begins_only=False,
+        sees_itself=False,
+        by_grid=True,
+    )
+
 
 FAMILIES: tuple[Family, ...] = (
     Family(model_type="llama", architecture="LlamaForCausalLM", gguf_name="llama", is_dense=True),
@@ -71,28 +83,12 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         model_type="qwen3_vl_text",
         architecture=None,
-        vision=VisionFamily(
-            model_type="qwen3_vl",
-            architecture="Qwen3VLForConditionalGeneration",
-            processor="Qwen2VLImageProcessorPil",
-            tokens=_QWEN_IMAGES,
-            begins_only=False,
-            sees_itself=False,
-            by_grid=True,
-        ),
+        vision=_qwen_vision("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     ),
     Family(
         model_type="qwen3_vl_moe_text",
         architecture=None,
-        vision=VisionFamily(
-            model_type="qwen3_vl_moe",
-            architecture="Qwen3VLMoeForConditionalGeneration",
-            processor="Qwen2VLImageProcessorPil",
-            tokens=_QWEN_IMAGES,
-            begins_only=False,
-            sees_itself=False,
-            by_grid=True,
-        ),
+        vision=_qwen_vision("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
     ),
     Family(
         model_type="qwen3_5_text",
@@ -106,15 +102,7 @@ FAMILIES: tuple[Family, ...] = (
             "Qwen3_5GatedDeltaNet": FusedPart.DELTA_NET,
         },
         recorded_chunks="Qwen3_5DecoderLayer",
-        vision=VisionFamily(
-            model_type="qwen3_5",
-            architecture="Qwen3_5ForConditionalGeneration",
-            processor="Qwen2VLImageProcessorPil",
-            tokens=_QWEN_IMAGES,
-            begins_only=False,
-            sees_itself=False,
-            by_grid=True,
-        ),
+        vision=_qwen_vision("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ),
     Family(
         model_type="qwen3_5_moe_text",
@@ -123,15 +111,7 @@ FAMILIES: tuple[Family, ...] = (
         recurrent_module="linear_attn",
         draft_head={},
         fused_parts={"Qwen3_5MoeRMSNorm": FusedPart.NORM, "Qwen3_5MoeGatedDeltaNet": FusedPart.DELTA_NET},
-        vision=VisionFamily(
-            model_type="qwen3_5_moe",
-            architecture="Qwen3_5MoeForConditionalGeneration",
-            processor="Qwen2VLImageProcessorPil",
-            tokens=_QWEN_IMAGES,
-            begins_only=False,
-            sees_itself=False,
-            by_grid=True,
-        ),
+        vision=_qwen_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     ),
     Family(
         model_type="qwen4_exp_text",
@@ -139,15 +119,7 @@ FAMILIES: tuple[Family, ...] = (
         linear_states=delta_net_and_ngrams,
         recurrent_module="linear_attn",
         draft_head={"mtp_layer_types": ["indexed_attention"]},
-        vision=VisionFamily(
-            model_type="qwen4_exp",
-            architecture="Qwen4ExpForConditionalGeneration",
-            processor="Qwen2VLImageProcessorPil",
-            tokens=_QWEN_IMAGES,
-            begins_only=False,
-            sees_itself=False,
-            by_grid=True,
-        ),
+        vision=_qwen_vision("qwen4_exp", "Qwen4ExpForConditionalGeneration"),
     ),
     Family(
         model_type="lfm2",
